@@ -1,0 +1,29 @@
+"""Reinforcement learning with memory: every algorithm, every memory, every environment."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bestiary.evaluate import evaluate
+    from bestiary.experiment import Experiment, register
+    from bestiary.presets import preset
+    from bestiary.run import Run
+    from bestiary.training import iterate, train
+
+_HOME = {  # imported when first used, so that `import bestiary` is quick
+    "Experiment": "bestiary.experiment",
+    "Run": "bestiary.run",
+    "evaluate": "bestiary.evaluate",
+    "iterate": "bestiary.training",
+    "preset": "bestiary.presets",
+    "register": "bestiary.experiment",
+    "train": "bestiary.training",
+}
+__all__ = ["Experiment", "Run", "evaluate", "iterate", "preset", "register", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'bestiary' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOME[name]), name)

@@ -1,0 +1,5 @@
+import sys
+
+from bestiary.cli import main
+
+sys.exit(main())

@@ -1,0 +1,77 @@
+"""Plays many environments at once and writes down what happened."""
+
+import torch
+
+from bestiary import tree
+from bestiary.algos.base import Agent
+from bestiary.envs.world import World
+from bestiary.types import Episode, Snapshot, State, TimeStep, Trajectory
+
+
+class Actor:
+    """`unroll()` plays T moves in every environment with the weights it was last given.
+
+    The last row, with the action already chosen for it, opens the next trajectory.
+    """
+
+    def __init__(self, world: World, agent: Agent, unroll: int, seed: int, device: torch.device) -> None:
+        self.world = world
+        self.agent = agent.to(device).eval()
+        self.length = unroll
+        self.device = device
+        self.rng = torch.Generator(device).manual_seed(seed)
+        self.version = 0
+        # exploration is a ladder over the slots: the first explores least
+        self.explore = torch.linspace(0, 1, world.num_envs, device=device)
+        self.row: tuple[TimeStep, torch.Tensor, dict[str, torch.Tensor]] | None = None
+        self.before: State = ()  # memory just before that row
+        self.after: State = ()
+
+    def load(self, weights: dict[str, torch.Tensor], version: int) -> None:
+        if version != self.version:
+            self.agent.load_state_dict(weights)
+            self.version = version
+
+    @torch.no_grad()
+    def unroll(self) -> tuple[Trajectory, list[Episode]]:
+        if self.row is None:
+            self.after = self.agent.initial_state(self.world.num_envs)
+            self._act(self.world.reset())
+        assert self.row is not None
+        rows, start, episodes = [self.row], self.before, []
+        for _ in range(self.length):
+            step, ended = self.world.step(self.row[1])
+            episodes += ended
+            self._act(step)
+            rows.append(self.row)
+        step, action, aux = tree.stack(rows)
+        version = torch.full((self.world.num_envs,), self.version)
+        return Trajectory(step, action, aux, start, version), episodes
+
+    def _act(self, step: TimeStep) -> None:
+        step = tree.to_device(step, self.device)
+        self.before = self.after
+        action, aux, self.after = self.agent.act(step, self.before, self.explore, self.rng)
+        self.row = (step, action, aux)
+
+    def state_dict(self) -> Snapshot:
+        """Everything that decides the next row."""
+        if self.row is None:
+            return {"rng": self.rng.get_state()}
+        step, action, aux = self.row
+        return {
+            "rng": self.rng.get_state(),
+            "row": [tuple(step), action, aux],
+            "before": self.before,
+            "after": self.after,
+            "world": self.world.state_dict(),
+        }
+
+    def load_state_dict(self, state: Snapshot) -> None:
+        self.rng.set_state(state["rng"].cpu())
+        if "row" not in state:
+            return
+        step, action, aux = tree.map(lambda x: x.to(self.device), state["row"])
+        self.row = (TimeStep(*step), action, aux)
+        self.before, self.after = tree.map(lambda x: x.to(self.device), (state["before"], state["after"]))
+        self.world.load_state_dict(state["world"])

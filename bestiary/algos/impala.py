@@ -1,0 +1,170 @@
+"""Many actors, one learner, and importance weights for the gap between them (Espeholt et al. 2018)."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from bestiary.algos.base import Agent, Diverged
+from bestiary.cores.base import CoreConfig
+from bestiary.nets import Net, Torso
+from bestiary.ops.policy import RewardClip, clip_reward, entropy, log_prob, sample
+from bestiary.ops.returns import vtrace
+from bestiary.optim import OptimizerConfig, RmsProp
+from bestiary.replay.fifo import Fifo
+from bestiary.types import Batch, Metrics, Snapshot, Spec, State, TimeStep, Trajectory, Update, moves
+
+
+class ImpalaAgent(Agent):
+    def __init__(self, spec: Spec, net: Net, core: CoreConfig) -> None:
+        super().__init__()
+        self.torso = Torso(spec, net, core)
+        self.policy = nn.Linear(self.torso.width, spec.num_actions)
+        self.baseline = nn.Linear(self.torso.width, 1)
+
+    def initial_state(self, batch_size: int) -> State:
+        return self.torso.initial_state(batch_size)
+
+    def forward(self, step: TimeStep, state: State) -> tuple[Tensor, Tensor, State]:
+        h, state = self.torso(step, state)
+        return self.policy(h), self.baseline(h).squeeze(-1), state  # [T, B, A], [T, B]
+
+    def act(
+        self, step: TimeStep, state: State, explore: Tensor | None, rng: torch.Generator
+    ) -> tuple[Tensor, dict[str, Tensor], State]:
+        row = TimeStep(*(x[None] for x in step))
+        logits, _, state = self(row, state)
+        logits = logits[0]
+        action = logits.argmax(-1) if explore is None else sample(logits, rng)
+        return action, {"logits": logits}, state
+
+
+class ImpalaLearner:
+    def __init__(self, cfg: "Impala", agent: ImpalaAgent, total_steps: int) -> None:
+        self.cfg = cfg
+        self.agent = agent
+        self.total_steps = total_steps
+        self.optimizer = cfg.optimizer.build(agent)
+        self.updates = 0
+        self.steps = 0  # agent steps learnt from: the clock of the learning rate
+
+    def loss(self, t: Trajectory) -> tuple[Tensor, Metrics]:
+        cfg = self.cfg
+        m = moves(t.step, cfg.discount)
+        logits, value, _ = self.agent(t.step, t.state)
+        logits, value, bootstrap = logits[:-1], value[:-1], value[-1].detach()
+        action = t.action[:-1]
+
+        log_pi = log_prob(logits, action)
+        log_rho = (log_pi - log_prob(t.aux["logits"][:-1], action)).detach()
+        v = vtrace(
+            log_rho,
+            m.discount,
+            clip_reward(m.reward, cfg.reward_clip),
+            value.detach(),
+            bootstrap,
+            m.valid,
+            cfg.clip_rho,
+            cfg.clip_pg_rho,
+        )
+        weight = m.valid.to(value.dtype)  # rows that lead into another episode teach nothing
+        count = weight.sum()
+        if cfg.reduction == "mean":
+            weight = weight / count.clamp(min=1)
+        policy_loss = -(weight * log_pi * v.advantages).sum()
+        baseline_loss = 0.5 * (weight * (v.targets - value).square()).sum()
+        entropies = entropy(logits)
+        entropy_loss = -(weight * entropies).sum()
+        total = policy_loss + cfg.baseline_cost * baseline_loss + cfg.entropy_cost * entropy_loss
+        valid = m.valid.to(value.dtype)
+        return total, {
+            "loss": total.detach(),
+            "policy_loss": policy_loss.detach(),
+            "baseline_loss": cfg.baseline_cost * baseline_loss.detach(),
+            "entropy_loss": cfg.entropy_cost * entropy_loss.detach(),
+            "entropy": (valid * entropies.detach()).sum() / count,
+            "value": (valid * value.detach()).sum() / count,
+            "rho": (valid * log_rho.exp()).sum() / count,
+        }
+
+    def update(self, batch: Batch) -> Update:
+        t = batch.trajectory
+        rows, streams = t.action.shape
+        decay = max(0.0, 1 - self.steps / self.total_steps) if self.cfg.lr_decay == "linear" else 1.0
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.cfg.optimizer.lr * decay
+
+        self.optimizer.zero_grad(set_to_none=True)
+        loss, metrics = self.loss(t)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.agent.parameters(), self.cfg.grad_norm)
+        if not (torch.isfinite(loss) and torch.isfinite(norm)):
+            raise Diverged(
+                f"update {self.updates + 1} gave a loss of {loss.item()} and a gradient norm of {norm.item()}; "
+                "it was not applied: lower the learning rate or clip the rewards"
+            )
+        self.optimizer.step()
+        self.updates += 1
+        self.steps += (rows - 1) * streams
+        metrics |= {"grad_norm": norm.detach(), "learning_rate": torch.tensor(self.cfg.optimizer.lr * decay)}
+        return Update(metrics)
+
+    def state_dict(self) -> Snapshot:
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "updates": self.updates,
+            "steps": self.steps,
+        }
+
+    def load_state_dict(self, state: Snapshot) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.updates, self.steps = state["updates"], state["steps"]
+
+
+@dataclass(frozen=True)
+class Impala:
+    """Importance-weighted actor-learner: policy gradient with V-trace corrections."""
+
+    unroll: int = 20
+    """T: moves per trajectory, in agent steps"""
+    batch_size: int = 32
+    """B: trajectories per update"""
+    queue: int | None = None
+    """waiting trajectories at which actors pause; None: twice the environments"""
+    discount: float = 0.99
+    reward_clip: RewardClip = "abs_one"
+    """what the learner makes of rewards; scores are always raw"""
+    baseline_cost: float = 0.5
+    entropy_cost: float = 0.01
+    clip_rho: float | None = 1.0
+    clip_pg_rho: float | None = 1.0
+    reduction: Literal["sum", "mean"] = "sum"
+    """of the losses over the T x B moves; sum is what IMPALA and TorchBeast do"""
+    grad_norm: float = 40.0
+    lr_decay: Literal["linear", "none"] = "linear"
+    """linear: to zero at the end of the frame budget"""
+    optimizer: OptimizerConfig = field(default_factory=RmsProp)
+
+    def __post_init__(self) -> None:
+        if self.unroll < 1:
+            raise ValueError(f"algo.unroll={self.unroll} must be at least 1")
+        if self.batch_size < 1:
+            raise ValueError(f"algo.batch-size={self.batch_size} must be at least 1")
+        if not 0 <= self.discount <= 1:
+            raise ValueError(f"algo.discount={self.discount} must lie in [0, 1]")
+        if self.grad_norm <= 0:
+            raise ValueError(f"algo.grad-norm={self.grad_norm} must be positive")
+
+    def replay(self, num_envs: int) -> Fifo:
+        return Fifo(self.batch_size, self.queue or 2 * num_envs)
+
+    def agent(self, spec: Spec, net: Net, core: CoreConfig) -> ImpalaAgent:
+        return ImpalaAgent(spec, net, core)
+
+    def learner(self, agent: Agent, total_steps: int) -> ImpalaLearner:
+        assert isinstance(agent, ImpalaAgent)
+        return ImpalaLearner(self, agent, total_steps)
+
+    def priorities(self, trajectory: Trajectory) -> Tensor | None:
+        return None

@@ -1,0 +1,70 @@
+"""One program: `bestiary train|resume|eval|list|bench|doctor`. Nothing heavy is imported before it is needed."""
+
+import sys
+from collections.abc import Callable
+
+HELP = """\
+Reinforcement learning with memory: every algorithm, every memory, every environment.
+
+usage: bestiary COMMAND ...
+
+  train PRESET [part:choice ...] [--flags]   train, or continue if the run directory has a checkpoint
+  resume RUN                                 continue a run from its last checkpoint
+  eval RUN                                   play whole games on fresh seeds; statistics as a table and as JSON
+  list [WHAT]                                presets, algos, cores, envs, runtimes, games
+  bench NAME                                 measure speed on this machine
+  doctor                                     versions, device, threads, and which extras are installed
+
+examples:
+  bestiary train recall                      IMPALA + LSTM on a memory task, two minutes
+  bestiary train recall core:ff              the same without memory: stays at chance
+  bestiary train pong --env.game Breakout --frames 10M
+  bestiary eval runs/latest --episodes 100
+
+`bestiary COMMAND --help` explains a command; `bestiary train PRESET --help` lists every setting.
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = sys.argv[1:] if argv is None else argv
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return 0
+    if args[0] in ("-V", "--version"):
+        from importlib.metadata import version
+
+        print(f"bestiary {version('bestiary')}")
+        return 0
+    command = COMMANDS.get(args[0])
+    if command is None:
+        import difflib
+
+        near = difflib.get_close_matches(args[0], COMMANDS, n=1, cutoff=0.4)
+        return fail(f"there is no command {args[0]!r}: " + (f"did you mean {near[0]}?" if near else "see bestiary --help"))
+    from bestiary.algos.base import Diverged
+
+    try:
+        return command(args[1:])
+    except (ValueError, Diverged) as e:  # what a user can mend, in one sentence; anything else keeps its traceback
+        return fail(str(e))
+    except OSError as e:
+        return fail(str(e))
+    except BrokenPipeError:
+        return 1
+
+
+def fail(sentence: str) -> int:
+    print(f"bestiary: {sentence}", file=sys.stderr)
+    return 2
+
+
+def _command(module: str) -> Callable[[list[str]], int]:
+    def call(args: list[str]) -> int:
+        from importlib import import_module
+
+        return import_module(f"bestiary.commands.{module}").main(args)
+
+    return call
+
+
+COMMANDS = {name: _command(name) for name in ("train", "resume", "eval", "list", "bench", "doctor")}

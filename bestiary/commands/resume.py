@@ -1,0 +1,37 @@
+"""bestiary resume RUN: continue from the last checkpoint, or from the one named."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from bestiary.commands.parse import load_plugins, parse
+from bestiary.commands.train import run_session
+from bestiary.config import Count
+from bestiary.display import Lines, choose_screen
+from bestiary.run import Run
+
+
+@dataclass(frozen=True)
+class Resume:
+    run: Annotated[Path, tyro.conf.Positional]
+    """run directory"""
+    frames: Count | None = None
+    """a new frame budget, to train longer than first planned"""
+    checkpoint: str | None = None
+    """frames of the checkpoint to continue from; None: the last"""
+    plain: bool = False
+    """plain lines even on a terminal"""
+
+
+def main(args: list[str]) -> int:
+    load_plugins()
+    chosen = parse(Resume, args, "bestiary resume")
+    run = Run(chosen.run)
+    experiment = run.experiment()
+    run.find(chosen.checkpoint)
+    if chosen.frames is not None:
+        experiment = replace(experiment, frames=chosen.frames)
+    screen = Lines() if chosen.plain else choose_screen()
+    return run_session(experiment, run.path, screen, chosen.checkpoint or "last")

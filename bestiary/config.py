@@ -1,0 +1,103 @@
+"""Configurations are frozen dataclasses: their names, their JSON, and the units users type."""
+
+import dataclasses
+import re
+import types
+import typing
+from typing import Annotated, Any
+
+import tyro
+
+
+def kebab(cls: type) -> str:
+    """The name users type: DeltaNet -> delta-net, R2d2 -> r2d2."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", cls.__name__).lower()
+
+
+def members(hint: Any) -> tuple[type, ...]:
+    """The dataclasses of a union type, or the one it is."""
+    hint = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return tuple(cls for arg in typing.get_args(hint) for cls in members(arg))
+    return (hint,) if dataclasses.is_dataclass(hint) else ()
+
+
+def parse_count(text: str) -> int:
+    """A whole number as people write it: 200, 50M, 1.5k, 1e6."""
+    match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:e[0-9]+)?)([kKmMbBgG]?)", text.strip())
+    if match:
+        scale = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}[match[2].lower()]
+        value = float(match[1].replace("_", "")) * scale
+        if value == int(value):
+            return int(value)
+    raise ValueError(f"{text!r} is not a whole number; write it like 1000000, 1M or 1e6")
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    return tuple(parse_count(part) for part in text.split(",") if part.strip())
+
+
+Count = Annotated[
+    int,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="N",
+        instance_from_str=lambda args: parse_count(args[0]),
+        is_instance=lambda x: isinstance(x, int),
+        str_from_instance=lambda x: [str(x)],
+    ),
+]
+Counts = Annotated[
+    tuple[int, ...],
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="N,N,..",
+        instance_from_str=lambda args: parse_counts(args[0]),
+        is_instance=lambda x: isinstance(x, tuple),
+        str_from_instance=lambda x: [",".join(map(str, x))],
+    ),
+]
+
+
+def encode(value: Any) -> Any:
+    """A configuration as plain JSON; every dataclass says its kind."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {"kind": kebab(type(value)), **fields}
+    if isinstance(value, list | tuple):
+        return [encode(v) for v in value]
+    if isinstance(value, dict):
+        return {k: encode(v) for k, v in value.items()}
+    return value
+
+
+def decode(hint: Any, data: Any, where: str = "experiment") -> Any:
+    """The inverse of `encode`, guided by the declared type. What does not fit is refused by name."""
+    known = members(hint)
+    if not known:
+        return tuple(data) if isinstance(data, list) else data
+    if not isinstance(data, dict):
+        raise ValueError(f"{where} should be an object with a kind, not {data!r}")
+    by_name = {kebab(cls): cls for cls in known}
+    cls = by_name.get(data.get("kind", ""))
+    if cls is None:
+        raise ValueError(f"{where} is of unknown kind {data.get('kind')!r}; known: {', '.join(by_name)}")
+    hints = typing.get_type_hints(cls, include_extras=True)
+    values = {k: v for k, v in data.items() if k != "kind"}
+    if unknown := values.keys() - hints.keys():
+        raise ValueError(f"{where} has unknown fields: {', '.join(sorted(unknown))}")
+    return cls(**{k: decode(hints[k], v, f"{where}.{k}") for k, v in values.items()})
+
+
+def differences(a: Any, b: Any, where: str = "") -> list[str]:
+    """Dotted names of the settings in which two encoded configurations differ, with both values."""
+    if isinstance(a, dict) and isinstance(b, dict) and a.get("kind") == b.get("kind"):
+        keys = [k for k in {**a, **b} if k != "kind"]
+        return [d for k in keys for d in differences(a.get(k), b.get(k), f"{where}.{k}" if where else k)]
+    if a == b:
+        return []
+
+    def show(x: Any) -> Any:
+        return x["kind"] if isinstance(x, dict) and "kind" in x else x
+
+    return [f"{where}: {show(a)} -> {show(b)}"]

@@ -1,0 +1,8 @@
+"""Environments. One file per family; a new one is its file and its name in this union."""
+
+from bestiary.envs.atari import Atari
+from bestiary.envs.catch import Catch
+from bestiary.envs.gym import Gym
+from bestiary.envs.recall import Recall
+
+EnvConfig = Recall | Catch | Gym | Atari

@@ -1,0 +1,152 @@
+"""Atari games, batched in C++: single grey frames and raw scores; stacking and clipping are the agent's."""
+
+import difflib
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bestiary.envs.world import Raw, World
+from bestiary.extras import require
+from bestiary.seeding import derive
+from bestiary.types import Snapshot, Spec
+
+
+def rom_name(game: str) -> str:
+    """`Pong`, `pong`, `PongNoFrameskip-v4` and `ALE/Pong-v5` are all "pong"; `MsPacman` is "ms_pacman"."""
+    require("ale_py", "atari")
+    from ale_py import roms
+
+    known = {name.replace("_", ""): name for name in roms.get_all_rom_ids()}
+    plain = re.sub(r"^ALE/|(NoFrameskip|Deterministic)?(-v\d+)?$", "", game)
+    squashed = re.sub(r"[^a-z0-9]", "", plain.lower())
+    if squashed in known:
+        return known[squashed]
+    near = difflib.get_close_matches(squashed, known, n=3, cutoff=0.5)
+    hint = f"did you mean {', '.join(camel_case(known[n]) for n in near)}?" if near else "see `bestiary list games`"
+    raise ValueError(f"there is no Atari game {game!r}: {hint}")
+
+
+def camel_case(rom: str) -> str:
+    """The name the literature uses: "ms_pacman" -> "MsPacman"."""
+    return "".join(word.capitalize() for word in rom.split("_"))
+
+
+class AtariWorld(World):
+    """Games run on, whatever ends for the learner: a lost life is terminal, and only a new game is_first.
+
+    Every game of every slot has its own seed, so a running game is its seed and the actions since:
+    that is what a checkpoint keeps, and it makes resuming exact although the emulators cannot be saved.
+    """
+
+    def __init__(self, cfg: "Atari", num_envs: int, seed: int, stream: int, threads: int) -> None:
+        rom = rom_name(cfg.game)
+        from ale_py.vector_env import AtariVectorEnv
+
+        self.env = AtariVectorEnv(
+            rom,
+            num_envs,
+            num_threads=threads,
+            stack_num=1,
+            frameskip=cfg.frame_skip,
+            maxpool=True,
+            noop_max=cfg.noop_max,
+            use_fire_reset=cfg.fire_reset,
+            life_loss_info=cfg.life_loss,
+            reward_clipping=False,
+            full_action_space=cfg.full_actions,
+            repeat_action_probability=cfg.sticky,
+            max_num_frames_per_episode=cfg.time_limit_frames,
+        )
+        actions = int(self.env.single_action_space.n)  # type: ignore[attr-defined]
+        super().__init__(Spec(camel_case(rom), (1, 84, 84), torch.uint8, actions, cfg.frame_skip), num_envs)
+        self.address = (seed, stream)
+        self._game = np.zeros(num_envs, np.int64)
+        self._journal = [bytearray() for _ in range(num_envs)]
+        self._clock = np.zeros(num_envs, np.int64)
+
+    def _seeds(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.array([derive(*self.address, int(s), int(self._game[s])) for s in slots], np.int64)
+
+    def _start(self) -> Raw:
+        self._game[:] = 0
+        everyone = np.arange(self.num_envs)
+        obs, info = self.env.reset(seed=self._seeds(everyone))
+        for journal in self._journal:
+            journal.clear()
+        self._clock = info["episode_frame_number"].copy()
+        none = np.zeros(self.num_envs, bool)
+        return Raw(obs, np.zeros(self.num_envs), none, none, ~none, info["lives"])
+
+    def _advance(self, action: NDArray[np.int64]) -> Raw:
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        clock = info["episode_frame_number"]
+        is_first = clock < self._clock  # the frame counter restarts with a game, never with a life
+        for slot, chosen in enumerate(action.tolist()):
+            self._journal[slot].append(chosen)
+        if is_first.any():
+            slots = np.flatnonzero(is_first)
+            self._game[slots] += 1
+            obs, info = self.env.reset(seed=self._seeds(slots), options={"reset_mask": is_first})
+            for slot in slots:
+                self._journal[slot].clear()
+        self._clock = info["episode_frame_number"].copy()
+        return Raw(obs, reward, terminated, truncated, is_first, info["lives"])
+
+    def _save(self) -> Snapshot:
+        return {
+            "game": self._game.tolist(),
+            "journal": [torch.frombuffer(bytearray(j), dtype=torch.uint8) if j else None for j in self._journal],
+        }
+
+    def _restore(self, state: Snapshot) -> None:
+        """Play every running game again from its seed; the short ones start late so that all end together."""
+        self._game = np.array(state["game"], np.int64)
+        self._journal = [bytearray() if j is None else bytearray(j.numpy().tobytes()) for j in state["journal"]]
+        lengths = np.array([len(j) for j in self._journal])
+        everyone = np.arange(self.num_envs)
+        _, info = self.env.reset(seed=self._seeds(everyone))
+        for t in range(int(lengths.max())):
+            at = t - (lengths.max() - lengths)
+            late = at == 0
+            if t > 0 and late.any():
+                self.env.reset(seed=self._seeds(np.flatnonzero(late)), options={"reset_mask": late})
+            action = np.array([j[k] if k >= 0 else 0 for j, k in zip(self._journal, at, strict=True)], np.int64)
+            _, _, _, _, info = self.env.step(action)
+        empty = lengths == 0
+        if lengths.max() > 0 and empty.any():
+            _, info = self.env.reset(seed=self._seeds(np.flatnonzero(empty)), options={"reset_mask": empty})
+        self._clock = info["episode_frame_number"].copy()
+
+    def close(self) -> None:
+        self.env.close()
+
+
+@dataclass(frozen=True)
+class Atari:
+    """Any Atari game, 84x84 grey, frame skip 4, maximum of the last two frames (extra: atari)."""
+
+    game: str = "Pong"
+    """Pong, PongNoFrameskip-v4 and ALE/Pong-v5 all work"""
+    life_loss: bool = True
+    """for the learner a lost life is an end; the game and the memory go on"""
+    sticky: float = 0.0
+    """probability that the previous action is repeated (Machado et al. 2018: 0.25)"""
+    full_actions: bool = False
+    """all 18 actions instead of those the game uses"""
+    noop_max: int = 30
+    fire_reset: bool = True
+    frame_skip: int = 4
+    time_limit_frames: int = 108_000
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.sticky < 1:
+            raise ValueError(f"env.sticky={self.sticky} is a probability below 1")
+        if self.frame_skip < 1 or self.time_limit_frames < 1 or self.noop_max < 0:
+            raise ValueError("env.frame-skip and env.time-limit-frames must be at least 1, env.noop-max at least 0")
+
+    def make(self, num_envs: int, seed: int, stream: int, threads: int) -> World:
+        return AtariWorld(self, num_envs, seed, stream, threads)

@@ -1,0 +1,137 @@
+"""Small environments written for a whole batch at once: the base class, and its face as a single environment."""
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+from numpy.typing import NDArray
+
+from bestiary.envs.world import Raw, World
+from bestiary.seeding import derive, hash64
+from bestiary.types import Snapshot, Spec
+
+
+class BatchedEnv(VectorEnv):
+    """A native Gymnasium vector environment with NEXT_STEP autoreset.
+
+    Subclasses set the two `single_` spaces, list the arrays that make up their state in `state_fields`
+    ([num_envs, ...] each), and write `_begin`, `_move` and `_observe`. Random numbers come from `_draw`,
+    addressed by environment and episode: an environment's episodes do not depend on the batch around it.
+    """
+
+    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP, "render_modes": []}
+    state_fields: tuple[str, ...]
+
+    def __init__(self, num_envs: int = 1, render_mode: str | None = None) -> None:
+        self.num_envs = num_envs
+        self.render_mode = render_mode
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self._key = np.random.default_rng().integers(0, 2**63, num_envs).astype(np.uint64)
+        self._episode = np.zeros(num_envs, np.int64)
+        self._ended = np.zeros(num_envs, bool)
+
+    def _begin(self, mask: NDArray[np.bool_]) -> None:
+        """Start an episode where mask is true."""
+        raise NotImplementedError
+
+    def _move(self, action: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_]]:
+        """Reward, terminated, truncated for all; what happens to ended environments does not matter."""
+        raise NotImplementedError
+
+    def _observe(self) -> NDArray[Any]:
+        """A new array [num_envs, ...]."""
+        raise NotImplementedError
+
+    def _draw(self, n: int, index: int = 0) -> NDArray[np.int64]:
+        """One integer in [0, n) per environment for its current episode; another `index`, another number."""
+        return (hash64(self._key, self._episode, index) % np.uint64(n)).astype(np.int64)
+
+    def reset(
+        self, *, seed: int | list[int] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[NDArray[Any], dict[str, Any]]:
+        if seed is not None:
+            seeds = [seed + i for i in range(self.num_envs)] if isinstance(seed, int) else seed
+            self._key = hash64(np.array(seeds, np.uint64), 0)
+            self._episode[:] = 0
+        else:
+            self._episode += 1
+        self._ended[:] = False
+        self._begin(np.ones(self.num_envs, bool))
+        return self._observe(), {}
+
+    def step(self, actions: NDArray[Any]) -> tuple[NDArray[Any], Any, Any, Any, dict[str, Any]]:
+        resetting = self._ended
+        reward, terminated, truncated = self._move(np.asarray(actions))
+        if resetting.any():
+            self._episode += resetting
+            self._begin(resetting)
+        reward = np.where(resetting, 0.0, reward)
+        terminated, truncated = terminated & ~resetting, truncated & ~resetting
+        self._ended = terminated | truncated
+        return self._observe(), reward, terminated, truncated, {}
+
+    def state_dict(self) -> Snapshot:
+        fields = ("_key", "_episode", "_ended", *self.state_fields)
+        return {name: getattr(self, name).tolist() for name in fields}
+
+    def load_state_dict(self, state: Snapshot) -> None:
+        for name, values in state.items():
+            setattr(self, name, np.array(values, getattr(self, name).dtype))
+
+
+class SingleEnv(gym.Env):
+    """A batched environment of one, for `gymnasium.make`."""
+
+    metadata = {"render_modes": []}
+
+    def __init__(self, batched: BatchedEnv) -> None:
+        self.batched = batched
+        self.observation_space = batched.single_observation_space
+        self.action_space = batched.single_action_space
+        self.render_mode = batched.render_mode
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        obs, info = self.batched.reset(seed=seed, options=options)
+        return obs[0], info
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        obs, reward, terminated, truncated, info = self.batched.step(np.array([action]))
+        return obs[0], float(reward[0]), bool(terminated[0]), bool(truncated[0]), info
+
+
+class BatchedWorld(World):
+    """A batched environment as rows. Its state is a few arrays, so it continues exactly after a restart."""
+
+    def __init__(self, name: str, env: BatchedEnv, seed: int, stream: int) -> None:
+        space = env.single_observation_space
+        assert isinstance(space, gym.spaces.Box) and space.shape is not None
+        assert isinstance(env.single_action_space, gym.spaces.Discrete)
+        import torch
+
+        dtype = torch.uint8 if space.dtype == np.uint8 else torch.float32
+        super().__init__(Spec(name, space.shape, dtype, int(env.single_action_space.n)), env.num_envs)
+        self.env = env
+        self.seeds = [derive(seed, stream, slot) for slot in range(env.num_envs)]
+        self._ended = np.zeros(env.num_envs, bool)
+
+    def _start(self) -> Raw:
+        obs, _ = self.env.reset(seed=self.seeds)
+        none = np.zeros(self.num_envs, bool)
+        return Raw(obs, np.zeros(self.num_envs), none, none, ~none)
+
+    def _advance(self, action: NDArray[np.int64]) -> Raw:
+        first = self.env._ended
+        obs, reward, terminated, truncated, _ = self.env.step(action)
+        return Raw(obs, reward, terminated, truncated, first)
+
+    def _save(self) -> Snapshot:
+        return self.env.state_dict()
+
+    def _restore(self, state: Snapshot) -> None:
+        self.env.load_state_dict(state)

@@ -1,0 +1,62 @@
+"""A ball falls, a paddle catches it: the smallest task with pictures."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from gymnasium.spaces import Box, Discrete
+from numpy.typing import NDArray
+
+from bestiary.envs.batched import BatchedEnv, BatchedWorld
+from bestiary.envs.world import World
+
+
+class CatchEnv(BatchedEnv):
+    """The ball starts in a random column and falls a row a step; the paddle moves left, stays or moves right.
+
+    The episode ends when the ball reaches the paddle's row: +1 if caught, -1 if not. Random play: about -0.6.
+    """
+
+    state_fields = ("ball_row", "ball_col", "paddle")
+
+    def __init__(self, num_envs: int = 1, rows: int = 10, columns: int = 5, render_mode: str | None = None) -> None:
+        if rows < 2 or columns < 2:
+            raise ValueError(f"catch needs a board of at least 2x2, not {rows}x{columns}")
+        self.rows, self.columns = rows, columns
+        self.single_observation_space = Box(0, 255, (1, rows, columns), np.uint8)
+        self.single_action_space = Discrete(3)
+        self.ball_row, self.ball_col, self.paddle = np.zeros((3, num_envs), np.int64)
+        super().__init__(num_envs, render_mode)
+
+    def _begin(self, mask: NDArray[np.bool_]) -> None:
+        self.ball_row = np.where(mask, 0, self.ball_row)
+        self.ball_col = np.where(mask, self._draw(self.columns), self.ball_col)
+        self.paddle = np.where(mask, self.columns // 2, self.paddle)
+
+    def _move(self, action: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_]]:
+        self.paddle = np.clip(self.paddle + action - 1, 0, self.columns - 1)
+        self.ball_row = np.minimum(self.ball_row + 1, self.rows - 1)
+        landed = self.ball_row == self.rows - 1
+        reward = np.where(landed, np.where(self.paddle == self.ball_col, 1.0, -1.0), 0.0)
+        return reward, landed, np.zeros_like(landed)
+
+    def _observe(self) -> NDArray[np.uint8]:
+        board = np.zeros((self.num_envs, 1, self.rows, self.columns), np.uint8)
+        every = np.arange(self.num_envs)
+        board[every, 0, self.ball_row, self.ball_col] = 255
+        board[every, 0, -1, self.paddle] = 255
+        return board
+
+
+@dataclass(frozen=True)
+class Catch:
+    """A ball falls, a paddle catches it: +1 or -1 at the end."""
+
+    rows: int = 10
+    columns: int = 5
+
+    def __post_init__(self) -> None:
+        CatchEnv(1, self.rows, self.columns)
+
+    def make(self, num_envs: int, seed: int, stream: int, threads: int) -> World:
+        return BatchedWorld("Catch", CatchEnv(num_envs, self.rows, self.columns), seed, stream)

@@ -1,0 +1,61 @@
+"""The smallest memory task: a cue is shown once and asked for later."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from gymnasium.spaces import Box, Discrete
+from numpy.typing import NDArray
+
+from bestiary.envs.batched import BatchedEnv, BatchedWorld
+from bestiary.envs.world import World
+
+
+class RecallEnv(BatchedEnv):
+    """Row 0 shows one of `cues`; `delay` rows later a flag asks for it. Only that answer earns: 1 or 0.
+
+    An agent without memory scores 1/cues. (Do not feed it its previous action: repeating the answer
+    from the first row to the last would be a memory outside the network.)
+    """
+
+    state_fields = ("cue", "t")
+
+    def __init__(self, num_envs: int = 1, delay: int = 10, cues: int = 4, render_mode: str | None = None) -> None:
+        if delay < 1 or cues < 2:
+            raise ValueError(f"recall needs a delay of at least 1 and at least 2 cues, not {delay} and {cues}")
+        self.delay, self.cues = delay, cues
+        self.single_observation_space = Box(0.0, 1.0, (cues + 1,), np.float32)
+        self.single_action_space = Discrete(cues)
+        self.cue = np.zeros(num_envs, np.int64)
+        self.t = np.zeros(num_envs, np.int64)
+        super().__init__(num_envs, render_mode)
+
+    def _begin(self, mask: NDArray[np.bool_]) -> None:
+        self.cue = np.where(mask, self._draw(self.cues), self.cue)
+        self.t = np.where(mask, 0, self.t)
+
+    def _move(self, action: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_]]:
+        asked = self.t == self.delay
+        self.t = self.t + 1
+        return (asked & (action == self.cue)).astype(np.float64), asked, np.zeros_like(asked)
+
+    def _observe(self) -> NDArray[np.float32]:
+        obs = np.zeros((self.num_envs, self.cues + 1), np.float32)
+        obs[np.arange(self.num_envs), self.cue] = self.t == 0
+        obs[:, -1] = self.t == self.delay
+        return obs
+
+
+@dataclass(frozen=True)
+class Recall:
+    """A cue at the first step, asked for `delay` steps later; without memory: 1/cues."""
+
+    delay: int = 10
+    """steps between cue and question"""
+    cues: int = 4
+
+    def __post_init__(self) -> None:
+        RecallEnv(1, self.delay, self.cues)  # refuses what it cannot be
+
+    def make(self, num_envs: int, seed: int, stream: int, threads: int) -> World:
+        return BatchedWorld("Recall", RecallEnv(num_envs, self.delay, self.cues), seed, stream)

@@ -1,0 +1,124 @@
+"""An experiment: every number that decides a result, as one value that survives a trip through JSON."""
+
+import dataclasses
+import json
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bestiary.algos import AlgoConfig, Impala
+from bestiary.config import Count, Counts, decode, differences, encode, kebab, members
+from bestiary.cores import CoreConfig, Ff
+from bestiary.envs import Catch, EnvConfig
+from bestiary.nets import Net
+from bestiary.runtime import Local, RuntimeConfig
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Games on seeds never trained on, played greedily."""
+
+    every: Count | None = None
+    """frames between evaluations; None: only at the end"""
+    episodes: int = 20
+    """whole games per evaluation; 0: never evaluate"""
+
+    def __post_init__(self) -> None:
+        if self.episodes < 0 or (self.every is not None and self.every < 1):
+            raise ValueError("evaluation.episodes must be at least 0 and evaluation.every at least 1 frame")
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """When to save. Whatever happens, at most the time since the last save is lost."""
+
+    minutes: float = 10.0
+    frames: Count | None = None
+    """also save every so many frames"""
+    milestones: Counts = ()
+    """frames at which to keep a checkpoint for good, for example 50M,200M"""
+    keep: int = 3
+    """how many of the latest to keep"""
+
+    def __post_init__(self) -> None:
+        if self.keep < 1:
+            raise ValueError(f"checkpoint.keep={self.keep} must be at least 1")
+        if self.minutes <= 0 or (self.frames is not None and self.frames < 1):
+            raise ValueError("checkpoint.minutes and checkpoint.frames must be positive")
+
+
+@dataclass(frozen=True)
+class Logs:
+    every: Count | None = None
+    """frames per row of metrics.csv; None: a thousandth of the budget"""
+    tensorboard: bool = True
+    wandb: bool = False
+    """also log to Weights & Biases (extra: wandb)"""
+    wandb_project: str = "bestiary"
+
+
+@dataclass(frozen=True)
+class Experiment:
+    env: EnvConfig = field(default_factory=Catch)
+    algo: AlgoConfig = field(default_factory=Impala)
+    core: CoreConfig = field(default_factory=Ff)
+    net: Net = field(default_factory=Net)
+    runtime: RuntimeConfig = field(default_factory=Local)
+    frames: Count = 200_000
+    """budget of experience in environment frames (agent steps x frame skip)"""
+    seed: int = 0
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    checkpoint: Checkpoints = field(default_factory=Checkpoints)
+    log: Logs = field(default_factory=Logs)
+
+    def __post_init__(self) -> None:
+        if self.frames < 1:
+            raise ValueError(f"frames={self.frames} must be at least 1")
+        if self.seed < 0:
+            raise ValueError(f"seed={self.seed} must not be negative")
+        self.algo.replay(self.runtime.envs)  # refuses a batch that can never be filled
+
+    def to_json(self) -> str:
+        return json.dumps(encode(self), indent=2)
+
+    @staticmethod
+    def from_json(text: str) -> "Experiment":
+        return decode(Experiment, json.loads(text))
+
+    def differs_from(self, other: "Experiment") -> list[str]:
+        """What makes the results of two experiments incomparable.
+
+        How long, where and how often to log or save may change when a run goes on; the rest may not.
+        """
+        free = {"frames", "runtime", "evaluation", "checkpoint", "log"}
+        mine, theirs = ({k: v for k, v in encode(e).items() if k not in free} for e in (self, other))
+        return differences(theirs, mine)
+
+
+def family(name: str) -> dict[str, type]:
+    """The parts one can choose for a field of Experiment: `family("core")` -> {"ff": Ff, "lstm": Lstm, ...}."""
+    hint = typing.get_type_hints(Experiment, include_extras=True)[name]
+    return {kebab(cls): cls for cls in members(hint)}
+
+
+def register(**parts: type) -> None:
+    """Add your own part: `bestiary.register(core=MyCore)`. It gets a name, flags and a place in experiment.json."""
+    for name, cls in parts.items():
+        if name not in ("env", "algo", "core", "runtime"):
+            raise ValueError(f"cannot register {name!r}: parts are env, algo, core and runtime")
+        if not dataclasses.is_dataclass(cls):
+            raise ValueError(f"{cls.__name__} must be a frozen dataclass")
+        if kebab(cls) in family(name):
+            if family(name)[kebab(cls)] is cls:
+                continue
+            raise ValueError(f"there is already a {name} called {kebab(cls)!r}")
+        Experiment.__annotations__[name] = Experiment.__annotations__[name] | cls
+
+
+def load_experiment(path: Path) -> Experiment:
+    try:
+        return Experiment.from_json(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{path.parent} is not a run: it has no {path.name}") from None
+    except (json.JSONDecodeError, TypeError, UnicodeDecodeError) as e:
+        raise ValueError(f"{path} cannot be read: {e}") from None

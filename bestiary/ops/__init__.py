@@ -1,0 +1,1 @@
+"""Pure tensor functions, one per equation: no modules, no configuration, no logging."""

@@ -1,0 +1,34 @@
+"""Categorical policies given by logits, and the rewards they are shown."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+RewardClip = Literal["abs_one", "soft_asymmetric", "none"]
+
+
+def log_prob(logits: Tensor, action: Tensor) -> Tensor:
+    """log pi(action): [..., A], [...] -> [...]"""
+    return logits.log_softmax(-1).gather(-1, action.unsqueeze(-1)).squeeze(-1)
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """-sum_a pi log pi: [..., A] -> [...]"""
+    log_pi = logits.log_softmax(-1)
+    return -(log_pi.exp() * log_pi).sum(-1)
+
+
+def sample(logits: Tensor, rng: torch.Generator) -> Tensor:
+    """One action per row: [B, A] -> [B]"""
+    return torch.multinomial(logits.softmax(-1), 1, generator=rng).squeeze(-1)
+
+
+def clip_reward(reward: Tensor, mode: RewardClip) -> Tensor:
+    """abs_one: clamp to [-1, 1]. soft_asymmetric: squash, and mind losses less (IMPALA's DMLab runs)."""
+    if mode == "abs_one":
+        return reward.clamp(-1, 1)
+    if mode == "soft_asymmetric":
+        squashed = reward.tanh()
+        return torch.where(squashed < 0, 0.3 * squashed, 5.0 * squashed)
+    return reward

@@ -1,0 +1,50 @@
+"""Estimates of return from rows of experience. Time is axis 0, batch axis 1."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class VTrace(NamedTuple):
+    targets: Tensor  # [T, B] v_s
+    advantages: Tensor  # [T, B] rho_s (r_s + gamma v_{s+1} - V(x_s))
+
+
+@torch.no_grad()
+def vtrace(
+    log_rho: Tensor,
+    discount: Tensor,
+    reward: Tensor,
+    value: Tensor,
+    bootstrap: Tensor,
+    valid: Tensor | None = None,
+    clip_rho: float | None = 1.0,
+    clip_pg_rho: float | None = 1.0,
+) -> VTrace:
+    """Off-policy corrected value targets and policy-gradient advantages (Espeholt et al. 2018, eq. 1).
+
+    log_rho, discount, reward, value: [T, B]; bootstrap: [B], the value of the row after the last.
+    Where `valid` is false there is no move: the target is the value itself, which is what the move
+    before it bootstraps from when an episode was cut by a time limit.
+    """
+    assert log_rho.dim() >= 2 and log_rho.shape == discount.shape == reward.shape == value.shape
+    rho = log_rho.exp()
+    c = rho.clamp(max=1.0)
+    clipped = rho if clip_rho is None else rho.clamp(max=clip_rho)
+    pg_clipped = rho if clip_pg_rho is None else rho.clamp(max=clip_pg_rho)
+
+    next_value = torch.cat([value[1:], bootstrap[None]])
+    delta = clipped * (reward + discount * next_value - value)
+    if valid is not None:
+        delta = torch.where(valid, delta, 0)
+
+    correction = torch.zeros_like(bootstrap)
+    corrections = []
+    for delta_s, decay_s in zip(delta.flip(0).unbind(), (discount * c).flip(0).unbind(), strict=True):
+        correction = delta_s + decay_s * correction
+        corrections.append(correction)
+    targets = value + torch.stack(corrections).flip(0)
+
+    next_target = torch.cat([targets[1:], bootstrap[None]])
+    return VTrace(targets, pg_clipped * (reward + discount * next_target - value))

@@ -1,0 +1,75 @@
+"""Optimisers as numbers. RMSProp comes in two dialects that are not the same algorithm."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+class TensorflowRmsProp(torch.optim.Optimizer):
+    """m <- alpha m + (1 - alpha) g^2, m_0 = 1;  b <- momentum b + lr g / sqrt(m + eps);  p <- p - b.
+
+    PyTorch's version starts m at 0 and adds epsilon outside the root, so its epsilon is another number.
+    """
+
+    def __init__(self, params: Iterable[Tensor], lr: float, alpha: float, eps: float, momentum: float) -> None:
+        super().__init__(params, {"lr": lr, "alpha": alpha, "eps": eps, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["square_avg"] = torch.ones_like(p)
+                    state["momentum_buffer"] = torch.zeros_like(p)
+                m, b = state["square_avg"], state["momentum_buffer"]
+                m.mul_(group["alpha"]).addcmul_(p.grad, p.grad, value=1 - group["alpha"])
+                b.mul_(group["momentum"]).addcdiv_(p.grad, (m + group["eps"]).sqrt_(), value=group["lr"])
+                p.sub_(b)
+
+
+@dataclass(frozen=True)
+class RmsProp:
+    """PyTorch's RMSProp: epsilon outside the root (MonoBeast, PolyBeast)."""
+
+    lr: float = 4.8e-4
+    alpha: float = 0.99
+    eps: float = 0.01
+    momentum: float = 0.0
+
+    def build(self, module: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.RMSprop(
+            module.parameters(), lr=self.lr, alpha=self.alpha, eps=self.eps, momentum=self.momentum
+        )
+
+
+@dataclass(frozen=True)
+class RmsPropTf:
+    """TensorFlow's RMSProp: epsilon inside the root, second moment starts at one (the IMPALA paper)."""
+
+    lr: float = 6e-4
+    alpha: float = 0.99
+    eps: float = 0.01
+    momentum: float = 0.0
+
+    def build(self, module: nn.Module) -> torch.optim.Optimizer:
+        return TensorflowRmsProp(module.parameters(), self.lr, self.alpha, self.eps, self.momentum)
+
+
+@dataclass(frozen=True)
+class Adam:
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+    def build(self, module: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(module.parameters(), lr=self.lr, betas=(self.beta1, self.beta2), eps=self.eps)
+
+
+OptimizerConfig = RmsProp | RmsPropTf | Adam

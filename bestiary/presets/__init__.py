@@ -1,0 +1,32 @@
+"""Named experiments: one file per paper or system, derived from each other with dataclasses.replace."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bestiary.experiment import Experiment
+
+# name -> (module, what it is); kept here so that listing and completing names costs no import
+PRESETS: dict[str, tuple[str, str]] = {
+    "recall": ("small", "IMPALA + LSTM remembers a cue for ten steps: two minutes on two cores"),
+    "catch": ("small", "IMPALA on Catch, the smallest task with pictures: seconds"),
+    "cartpole": ("small", "IMPALA on CartPole-v1, or any Gymnasium id with --env.id"),
+    "pong": ("small", "IMPALA on Pong (or any Atari game) with settings for a small machine"),
+    "impala-shallow": ("impala", "the IMPALA paper, shallow network, one Atari game"),
+    "impala-deep": ("impala", "the IMPALA paper, deep residual network, one Atari game"),
+    "monobeast": ("torchbeast", "MonoBeast's defaults on Pong"),
+    "monobeast-45": ("torchbeast", "MonoBeast's README recipe with 45 actors"),
+    "polybeast": ("torchbeast", "PolyBeast's defaults on Pong: residual network"),
+    "polybeast-docker": ("torchbeast", "what PolyBeast's Docker image runs"),
+}
+
+
+def preset(name: str) -> "Experiment":
+    if name not in PRESETS:
+        import difflib
+
+        near = difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.4)
+        hint = f"did you mean {', '.join(near)}?" if near else f"there are: {', '.join(PRESETS)}"
+        raise ValueError(f"there is no preset {name!r}: {hint}")
+    module = import_module(f"bestiary.presets.{PRESETS[name][0]}")
+    return getattr(module, name.replace("-", "_"))

@@ -1,0 +1,72 @@
+"""Experiments that finish on a laptop."""
+
+from dataclasses import replace
+
+from bestiary.algos import Impala
+from bestiary.cores import Ff, Lstm
+from bestiary.envs import Atari, Catch, Gym, Recall
+from bestiary.experiment import Evaluation, Experiment
+from bestiary.nets import Mlp, Net, Shallow
+from bestiary.optim import Adam
+from bestiary.runtime import Local
+
+recall = Experiment(
+    env=Recall(delay=10, cues=4),  # without memory: 0.25
+    algo=Impala(
+        unroll=22,  # agent steps: two whole episodes
+        batch_size=32,  # trajectories
+        discount=0.99,
+        reward_clip="none",
+        entropy_cost=0.01,
+        reduction="mean",
+        grad_norm=1.0,
+        lr_decay="linear",
+        optimizer=Adam(lr=3e-3),
+    ),
+    core=Lstm(hidden=64),
+    # the previous action would let an agent without memory carry the answer in its own moves
+    net=Net(encoder=Mlp(hidden_size=64), prev_action=False, prev_reward=False),
+    runtime=Local(envs=32),
+    frames=400_000,  # = agent steps: no frame skip
+    evaluation=Evaluation(every=50_000, episodes=200),
+)
+
+catch = replace(
+    recall,
+    env=Catch(rows=10, columns=5),
+    core=Ff(),
+    net=Net(prev_action=True, prev_reward=True),
+    frames=200_000,
+    evaluation=Evaluation(episodes=200),
+)
+
+cartpole = replace(
+    catch,
+    env=Gym(id="CartPole-v1"),
+    net=Net(encoder=Mlp(hidden_size=64, num_layers=2), prev_action=False, prev_reward=False),
+    algo=replace(catch.algo, optimizer=Adam(lr=1e-3)),
+    runtime=Local(envs=16),
+    frames=300_000,
+    evaluation=Evaluation(episodes=20),
+)
+cartpole = replace(cartpole, algo=replace(cartpole.algo, batch_size=16))
+
+pong = Experiment(
+    env=Atari(game="Pong"),
+    algo=Impala(
+        unroll=20,  # agent steps
+        batch_size=8,  # trajectories: four small updates per unroll learn faster than one large
+        discount=0.99,
+        reward_clip="abs_one",
+        entropy_cost=0.01,
+        reduction="mean",
+        grad_norm=0.5,
+        lr_decay="linear",
+        optimizer=Adam(lr=5e-4, eps=1e-5),
+    ),
+    core=Ff(),
+    net=Net(encoder=Shallow(hidden_size=512), frame_stack=4, prev_action=True, prev_reward=True),
+    runtime=Local(envs=32),
+    frames=32_000_000,  # = 8M agent steps
+    evaluation=Evaluation(every=2_000_000, episodes=8),
+)

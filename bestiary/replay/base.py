@@ -1,0 +1,28 @@
+"""What every replay promises: trajectories in, batches out, at its own ratio."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from bestiary.types import Batch, Snapshot, Trajectory
+
+
+class Replay(Protocol):
+    def add(self, trajectory: Trajectory, priorities: Tensor | None = None) -> None: ...
+    def sample(self) -> Batch | None:
+        """A batch to learn from; None: too empty, or ahead of its ratio."""
+        ...
+
+    def update(self, keys: Tensor, priorities: Tensor) -> None: ...
+
+    @property
+    def full(self) -> bool:
+        """Producers should wait: what they add now would only grow old."""
+        ...
+
+    def state_dict(self) -> Snapshot: ...
+    def load_state_dict(self, state: Snapshot) -> None: ...
+
+
+class ReplayConfig(Protocol):
+    def build(self) -> Replay: ...

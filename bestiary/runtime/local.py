@@ -1,0 +1,131 @@
+"""The loop, whole: weights go in, trajectories come out, and priorities flow back."""
+
+import copy
+from collections.abc import Iterator
+
+import torch
+
+from bestiary import tree
+from bestiary.actor import Actor
+from bestiary.experiment import Experiment
+from bestiary.machine import choose_device, keep_memory
+from bestiary.runtime import cores
+from bestiary.seeding import ACTIONS, TRAIN, WEIGHTS, derive
+from bestiary.types import Metrics, Progress, Snapshot, Trajectory
+
+
+class Means:
+    """Running means of metrics, kept as tensors until someone asks."""
+
+    def __init__(self) -> None:
+        self.sums: Metrics = {}
+        self.count = 0
+
+    def add(self, metrics: Metrics) -> None:
+        self.sums = {k: v + self.sums[k] for k, v in metrics.items()} if self.sums else dict(metrics)
+        self.count += 1
+
+    def take(self) -> dict[str, float]:
+        means = {k: (v / self.count).item() for k, v in self.sums.items()}
+        self.sums, self.count = {}, 0
+        return means
+
+
+class LocalRuntime:
+    """Builds the parts of an experiment and runs them in a fixed order; a generator of Progress.
+
+    Between two Progress everything is at rest, so `state_dict` taken there continues bit for bit.
+    """
+
+    exact = True  # whether a resumed run equals an uninterrupted one
+
+    def __init__(self, experiment: Experiment) -> None:
+        self.experiment = experiment
+        runtime = experiment.runtime
+        self.threads = runtime.threads or cores()
+        torch.set_num_threads(self.threads)
+        keep_memory()
+        self.device = choose_device(runtime.device)
+        self.frames = self.steps = 0
+        self.resumes = 0
+        self._build_world()
+        torch.manual_seed(derive(experiment.seed, WEIGHTS))
+        try:
+            agent = experiment.algo.agent(self.spec, experiment.net, experiment.core).to(self.device)
+            total_steps = experiment.frames // self.spec.frames_per_step
+            self.learner = experiment.algo.learner(agent, max(1, total_steps))
+            self.replay = experiment.algo.replay(runtime.envs).build()
+            self._build_actor()
+        except BaseException:
+            self.close()
+            raise
+
+    def _build_world(self) -> None:
+        e = self.experiment
+        stream = TRAIN if self.resumes == 0 else derive(TRAIN, self.resumes)
+        self.world = e.env.make(e.runtime.envs, e.seed, stream, self.threads)
+        self.spec = self.world.spec
+
+    def _build_actor(self) -> None:
+        e = self.experiment
+        agent = copy.deepcopy(self.learner.agent)
+        self.actor = Actor(self.world, agent, e.algo.unroll, derive(e.seed, ACTIONS, self.resumes), self.device)
+
+    def __iter__(self) -> Iterator[Progress]:
+        while self.frames < self.experiment.frames:
+            self.actor.load(self.learner.agent.state_dict(), self.learner.updates)
+            trajectory, episodes = self.actor.unroll()
+            metrics = self._learn(trajectory)
+            yield Progress(self.frames, self.steps, self.learner.updates, episodes, metrics)
+
+    def _learn(self, trajectory: Trajectory) -> dict[str, float]:
+        self.steps += (trajectory.action.shape[0] - 1) * trajectory.action.shape[1]
+        self.frames = self.steps * self.spec.frames_per_step
+        self.replay.add(trajectory, self.experiment.algo.priorities(trajectory))
+        means = Means()
+        while (batch := self.replay.sample()) is not None:
+            lag = self.learner.updates - batch.trajectory.version.float().mean()
+            update = self.learner.update(tree.to_device(batch, self.device))
+            means.add(update.metrics | {"policy_lag": lag})
+            if update.priorities is not None and batch.keys is not None:
+                self.replay.update(batch.keys, update.priorities)
+        return means.take()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return self.learner.agent.state_dict()
+
+    def state_dict(self, at_rest: bool = True) -> Snapshot:
+        """What a resumed run needs; when something broke mid-way, without the episodes under way."""
+        state: Snapshot = {
+            "steps": self.steps,
+            "resumes": self.resumes,
+            "rng": torch.get_rng_state(),
+            "learner": self.learner.state_dict(),
+        }
+        if at_rest and self.exact:
+            state |= {"replay": self.replay.state_dict(), "actor": self.actor.state_dict()}
+        return state
+
+    def load_state_dict(self, weights: dict[str, torch.Tensor], state: Snapshot) -> None:
+        self.learner.agent.load_state_dict(weights)
+        self.learner.load_state_dict(state["learner"])
+        self.steps = state["steps"]
+        self.frames = self.steps * self.spec.frames_per_step
+        self.resumes = state["resumes"] + 1
+        if self.can_continue(state):
+            self.replay.load_state_dict(state["replay"])
+            self.actor.load_state_dict(state["actor"])
+        else:  # fresh episodes, on seeds not yet used
+            self.world.close()
+            self._build_world()
+            self._build_actor()
+        self.actor.load(self.learner.agent.state_dict(), self.learner.updates)
+        torch.set_rng_state(state["rng"])
+
+    def can_continue(self, state: Snapshot) -> bool:
+        """Whether the running episodes of a saved run can go on here: same environments, and saved at rest."""
+        row = state.get("actor", {}).get("row")
+        return self.exact and row is not None and len(row[1]) == self.world.num_envs
+
+    def close(self) -> None:
+        self.world.close()

@@ -1,0 +1,22 @@
+"""One seed, many independent streams: every random number has an address, so nothing depends on order."""
+
+import numpy as np
+
+TRAIN, EVAL, ACTIONS, WEIGHTS = range(4)  # streams that must never meet
+
+
+def derive(*address: int) -> int:
+    """A 31-bit seed for an address such as (seed, TRAIN, slot, episode)."""
+    return int(np.random.SeedSequence(address).generate_state(1)[0] & 0x7FFFFFFF)
+
+
+def hash64(key: np.ndarray, *counters: int | np.ndarray) -> np.ndarray:
+    """Counter-based random bits, [B] uint64: the same (key, counters) always give the same bits (SplitMix64)."""
+    z = key.astype(np.uint64)
+    with np.errstate(over="ignore"):
+        for counter in counters:
+            z = z + (np.asarray(counter, np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+            z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            z = z ^ (z >> np.uint64(31))
+    return z

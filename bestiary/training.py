@@ -1,0 +1,233 @@
+"""Consumes a runtime: logs, evaluates, saves, shows and stops. The runtime knows nothing of any of it."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bestiary.config import encode
+from bestiary.display import Screen, Silent, View
+from bestiary.evaluate import evaluate_now
+from bestiary.experiment import Experiment
+from bestiary.logs import Recorder
+from bestiary.run import Run, new_path
+from bestiary.types import Progress, Snapshot
+
+
+class Interval:
+    """What happened since the last row of metrics.csv."""
+
+    def __init__(self) -> None:
+        self.scores: list[float] = []
+        self.lives: list[float] = []
+        self.lengths: list[int] = []
+        self.sums: dict[str, float] = {}
+        self.count = 0
+
+    def add(self, progress: Progress) -> None:
+        for e in progress.episodes:
+            self.scores.append(e.score)
+            self.lives += e.lives
+            self.lengths.append(e.steps)
+        if progress.metrics:
+            self.sums = {k: self.sums.get(k, 0.0) + v for k, v in progress.metrics.items()}
+            self.count += 1
+
+    def row(self) -> dict[str, float]:
+        """Means; nothing (NaN) where no game ended."""
+        return {
+            "score": _mean(self.scores),
+            "score_std": float(np.std(self.scores)) if self.scores else math.nan,
+            "life_return": _mean(self.lives),
+            "game_steps": _mean(self.lengths),
+            **{k: v / self.count for k, v in self.sums.items()},
+        }
+
+    def state_dict(self) -> Snapshot:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: Snapshot) -> None:
+        vars(self).update(state)
+
+
+def _mean(values: list[float] | list[int]) -> float:
+    return float(np.mean(values)) if values else math.nan
+
+
+class Session:
+    """One sitting of a run: from where it stands to its frame budget, or until told to stop."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        path: Path,
+        screen: Screen,
+        stop: Callable[[], bool] = lambda: False,
+        checkpoint: str | None = None,
+    ) -> None:
+        self.experiment = experiment
+        self.screen = screen
+        self.stop = stop
+        existing = Run(path)
+        saved = existing.load(checkpoint) if existing.saved() or checkpoint else None
+        self.runtime = experiment.runtime.start(experiment)  # refuses what cannot run, before anything is written
+        try:
+            self.run = Run.create(path, experiment)
+            self.interval = Interval()
+            self.recent: deque[float] = deque(maxlen=100)
+            self.games = 0
+            self.seconds = 0.0
+            self.row_at = self.evaluated_at = 0  # frames
+            if saved is not None:
+                self._load(saved.weights, saved.trainer)
+        except BaseException:
+            self.runtime.close()
+            raise
+        self.resumed_at = None if saved is None else self.runtime.frames
+        self.log_every = experiment.log.every or max(1, experiment.frames // 1000)
+        self.best = self.run.best_score()
+        self.saved_at, self.saved_frames = time.monotonic(), self.runtime.frames
+        self.finished = False
+
+    def __iter__(self) -> Iterator[Progress]:
+        settings: dict[str, Any] = encode(self.experiment)
+        with self.screen, Recorder(self.run.path, self.experiment.log, self.resumed_at, settings) as self.recorder:
+            started, before = time.monotonic(), self.seconds
+            self.row_time = started
+            self.screen.start(self.experiment, self.run, self.runtime.frames)
+            try:
+                for progress in self.runtime:
+                    self.seconds = before + time.monotonic() - started
+                    self._record(progress)
+                    self._keep(progress)
+                    yield progress
+                    if self.stop():
+                        break
+                if not self.stop() and self.runtime.frames >= self.experiment.frames:
+                    self._evaluate()
+                    self.finished = not self.stop()
+                self.save()
+            except GeneratorExit:  # whoever iterates has seen enough
+                self.save()
+            except Exception:
+                self._save_after_failure()
+                raise
+            finally:
+                self.runtime.close()
+
+    # -- what each Progress sets off ---------------------------------------------------------------
+
+    def _record(self, progress: Progress) -> None:
+        for e in progress.episodes:
+            self.recorder.episode(progress.frames, e)
+            self.recent.append(e.score)
+        self.games += len(progress.episodes)
+        self.interval.add(progress)
+        self.screen.update(self._view(progress))
+        if progress.frames - self.row_at < self.log_every or not self.interval.count:
+            return
+        now = time.monotonic()
+        rate = (progress.frames - self.row_at) / max(now - self.row_time, 1e-9)
+        self.row_time = now
+        head = {"steps": progress.steps, "updates": progress.updates, "games": self.games}
+        clock = {"seconds": self.seconds, "frames_per_second": rate}
+        self.recorder.row(progress.frames, head | clock | self.interval.row())
+        self.row_at, self.interval = progress.frames, Interval()
+
+    def _keep(self, progress: Progress) -> None:
+        plan = self.experiment
+        if plan.evaluation.every and progress.frames - self.evaluated_at >= plan.evaluation.every:
+            self._evaluate()
+        for milestone in plan.checkpoint.milestones:
+            if self.runtime.frames >= milestone:
+                self.run.save_milestone(milestone, self.runtime.frames, self.runtime.weights(), self._state())
+        by_time = time.monotonic() - self.saved_at >= 60 * plan.checkpoint.minutes
+        by_frames = plan.checkpoint.frames and progress.frames - self.saved_frames >= plan.checkpoint.frames
+        if by_time or by_frames:
+            self.save()
+
+    def _evaluate(self) -> None:
+        frames, plan = self.runtime.frames, self.experiment.evaluation
+        if plan.episodes == 0 or (frames == self.evaluated_at and frames > 0):
+            return
+        self.screen.note(f"evaluating {plan.episodes} games ...")
+        weights = self.runtime.weights()
+        games = evaluate_now(self.experiment, weights, self.runtime.device, self.runtime.threads, self.stop)
+        if len(games) < plan.episodes:
+            return  # told to stop
+        self.evaluated_at = frames
+        score = _mean([e.score for e in games])
+        values = {"score": score, "score_std": float(np.std([e.score for e in games])), "games": len(games)}
+        self.recorder.evaluation(frames, values | {"game_steps": _mean([e.steps for e in games])})
+        if score > self.best:
+            self.best = score
+            self.run.save_best(frames, score, weights)
+        self.screen.evaluated(frames, games)
+
+    # -- saving -----------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        self.run.save(self.runtime.frames, self.runtime.weights(), self._state(), self.experiment.checkpoint.keep)
+        self.saved_at, self.saved_frames = time.monotonic(), self.runtime.frames
+
+    def _save_after_failure(self) -> None:
+        """Nothing learnt may be lost; but the failure itself must be what the user sees."""
+        try:
+            state = self._state(at_rest=False)
+            self.run.save(self.runtime.frames, self.runtime.weights(), state, self.experiment.checkpoint.keep)
+        except OSError as e:
+            self.screen.note(str(e))
+
+    def _state(self, at_rest: bool = True) -> Snapshot:
+        return {
+            "runtime": self.runtime.state_dict(at_rest),
+            "interval": self.interval.state_dict(),
+            "recent": list(self.recent),
+            "games": self.games,
+            "seconds": self.seconds,
+            "row_at": self.row_at,
+            "evaluated_at": self.evaluated_at,
+        }
+
+    def _load(self, weights: Any, state: Snapshot) -> None:
+        try:
+            self.runtime.load_state_dict(weights, state["runtime"])
+            self.interval.load_state_dict(state["interval"])
+            self.recent.extend(state["recent"])
+            self.games, self.seconds = state["games"], state["seconds"]
+            self.row_at, self.evaluated_at = state["row_at"], state["evaluated_at"]
+        except (KeyError, RuntimeError, TypeError) as e:
+            reason = str(e).splitlines()[0]
+            raise ValueError(f"the checkpoint does not belong to this experiment: {reason}") from None
+
+    def _view(self, progress: Progress) -> View:
+        return View(
+            frames=progress.frames,
+            steps=progress.steps,
+            updates=progress.updates,
+            games=self.games,
+            seconds=self.seconds,
+            recent=list(self.recent),
+            metrics=progress.metrics,
+        )
+
+
+def iterate(experiment: Experiment, run: Path | str | None = None, screen: Screen | None = None) -> Iterator[Progress]:
+    """Train as a generator: `for progress in bestiary.iterate(experiment): ...`; leaving the loop saves."""
+    yield from Session(experiment, _path(experiment, run), screen or Silent())
+
+
+def train(experiment: Experiment, run: Path | str | None = None, screen: Screen | None = None) -> Run:
+    """Train to the end of the frame budget; a run that is already there continues. Returns the run."""
+    session = Session(experiment, _path(experiment, run), screen or Silent())
+    for _ in session:
+        pass
+    return session.run
+
+
+def _path(experiment: Experiment, run: Path | str | None) -> Path:
+    return new_path("run", experiment.seed) if run is None else Path(run)

@@ -1,0 +1,43 @@
+"""Apply a function to every tensor of nested tuples, named tuples, lists and dicts."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Tree = TypeVar("Tree")
+
+
+def map(fn: Callable[..., Any], *trees: Tree) -> Tree:  # noqa: A001 - tree.map reads as it should
+    """`fn` of the corresponding leaves of equally shaped trees."""
+    first: Any = trees[0]
+    if first is None:
+        return first
+    if isinstance(first, dict):
+        return type(first)((k, map(fn, *(t[k] for t in trees))) for k in first)  # type: ignore
+    if isinstance(first, tuple | list):
+        leaves = [map(fn, *branches) for branches in zip(*trees, strict=True)]  # type: ignore
+        return type(first)(*leaves) if hasattr(first, "_fields") else type(first)(leaves)  # type: ignore
+    return fn(*trees)
+
+
+def stack(trees: Sequence[Tree], dim: int = 0) -> Tree:
+    return map(lambda *leaves: torch.stack(leaves, dim), *trees)
+
+
+def cat(trees: Sequence[Tree], dim: int = 0) -> Tree:
+    return trees[0] if len(trees) == 1 else map(lambda *leaves: torch.cat(leaves, dim), *trees)
+
+
+def narrow(tree: Tree, dim: int, start: int, length: int) -> Tree:
+    return map(lambda leaf: leaf.narrow(dim, start, length), tree)
+
+
+def to_device(tree: Tree, device: torch.device) -> Tree:
+    return map(lambda leaf: leaf.to(device, non_blocking=True), tree)
+
+
+def where(mask: Tensor, yes: Tree, no: Tree) -> Tree:
+    """Choose per batch row: leaves are [B, ...], `mask` is [B]."""
+    return map(lambda y, n: torch.where(mask.view(-1, *[1] * (y.dim() - 1)), y, n), yes, no)

@@ -1,0 +1,95 @@
+"""The vocabulary: what the world says, what an actor records, what a learner returns."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+State = tuple[Tensor, ...]  # memory: every leaf is [B, ...]; () remembers nothing
+Metrics = dict[str, Tensor]
+
+
+class Spec(NamedTuple):
+    """What an agent must know of an environment to be built."""
+
+    name: str
+    obs_shape: tuple[int, ...]
+    obs_dtype: torch.dtype
+    num_actions: int
+    frames_per_step: int = 1
+
+    @property
+    def is_image(self) -> bool:
+        return len(self.obs_shape) == 3
+
+
+class TimeStep(NamedTuple):
+    """What the world says; every field is [B, ...], or [T, B, ...] once stacked."""
+
+    obs: Tensor
+    prev_action: Tensor  # what led here; 0 where is_first
+    reward: Tensor  # what that earned; 0 where is_first
+    is_first: Tensor  # an episode starts here: forget
+    is_terminal: Tensor  # nothing of value lies beyond: bootstrap 0
+
+
+class Trajectory(NamedTuple):
+    """The only thing that travels from actor to learner.
+
+    T+1 rows tell of T moves. The last row is the first row of the stream's next trajectory.
+    """
+
+    step: TimeStep  # [T+1, B, ...]
+    action: Tensor  # [T+1, B]
+    aux: dict[str, Tensor]  # [T+1, B, ...] whatever act() chose to keep
+    state: State  # [B, ...] memory just before row 0
+    version: Tensor  # [B] which weights acted
+
+
+class Moves(NamedTuple):
+    """Rows seen as transitions: entry t leads from row t to row t+1."""
+
+    reward: Tensor  # [T, B]
+    discount: Tensor  # [T, B] 0 where nothing lies beyond
+    valid: Tensor  # [T, B] false where row t+1 opens another episode
+
+
+def moves(step: TimeStep, gamma: float) -> Moves:
+    """Turn rows into transitions. The only place that shifts time."""
+    valid = ~step.is_first[1:]
+    alive = valid & ~step.is_terminal[1:]
+    return Moves(step.reward[1:], gamma * alive.to(step.reward.dtype), valid)
+
+
+class Batch(NamedTuple):
+    trajectory: Trajectory
+    keys: Tensor | None = None  # whose priorities an update may change
+
+
+class Update(NamedTuple):
+    metrics: Metrics
+    priorities: Tensor | None = None
+
+
+class Episode(NamedTuple):
+    """One whole game, and the lives it was made of. Returns are raw scores in float64."""
+
+    slot: int
+    score: float
+    steps: int  # agent steps
+    frames: int  # environment frames: steps x frame skip
+    lives: tuple[float, ...]  # return of each life; a single entry where there are no lives
+    truncated: bool
+
+
+class Progress(NamedTuple):
+    """What a runtime tells after each unroll; everything a log, a display or a stop rule needs."""
+
+    frames: int
+    steps: int
+    updates: int
+    episodes: list[Episode]
+    metrics: dict[str, float]  # means over the updates since the last Progress; empty if none
+
+
+Snapshot = dict[str, Any]  # nested dicts and lists of tensors, numbers and strings: safe to load

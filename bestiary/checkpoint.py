@@ -13,13 +13,14 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
+from bestiary.errors import UserError
 from bestiary.types import Snapshot
 
 FORMAT = 1
 WEIGHTS, TRAINER, META = "weights.safetensors", "trainer.pt", "meta.json"
 
 
-class BadCheckpoint(ValueError):
+class BadCheckpoint(UserError):
     pass
 
 

@@ -1,7 +1,11 @@
 """One program: `bestiary train|resume|eval|list|bench|doctor`. Nothing heavy is imported before it is needed."""
 
+import errno
 import sys
 from collections.abc import Callable
+
+from bestiary.errors import UserError
+from bestiary.suggest import did_you_mean
 
 HELP = """\
 Reinforcement learning with memory: every algorithm, every memory, every environment.
@@ -37,20 +41,15 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     command = COMMANDS.get(args[0])
     if command is None:
-        import difflib
-
-        near = difflib.get_close_matches(args[0], COMMANDS, n=1, cutoff=0.4)
-        return fail(f"there is no command {args[0]!r}: " + (f"did you mean {near[0]}?" if near else "see bestiary --help"))
-    from bestiary.algos.base import Diverged
-
+        return fail(f"there is no command {args[0]!r}: {did_you_mean(args[0], COMMANDS)}")
     try:
         return command(args[1:])
-    except (ValueError, Diverged) as e:  # what a user can mend, in one sentence; anything else keeps its traceback
+    except UserError as e:  # what a user can mend, in one sentence; anything else keeps its traceback
         return fail(str(e))
     except OSError as e:
-        return fail(str(e))
-    except BrokenPipeError:
-        return 1
+        if e.errno != errno.ENOSPC:
+            raise
+        return fail(f"the disk is full ({e.filename or 'while writing'}); what was saved before is intact")
 
 
 def fail(sentence: str) -> int:

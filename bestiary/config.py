@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import tyro
 
+from bestiary.errors import UserError
+
 
 def kebab(cls: type) -> str:
     """The name users type: DeltaNet -> delta-net, R2d2 -> r2d2."""
@@ -19,7 +21,7 @@ def members(hint: Any) -> tuple[type, ...]:
     hint = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return tuple(cls for arg in typing.get_args(hint) for cls in members(arg))
-    return (hint,) if dataclasses.is_dataclass(hint) else ()
+    return (hint,) if isinstance(hint, type) and dataclasses.is_dataclass(hint) else ()
 
 
 def parse_count(text: str) -> int:
@@ -30,7 +32,7 @@ def parse_count(text: str) -> int:
         value = float(match[1].replace("_", "")) * scale
         if value == int(value):
             return int(value)
-    raise ValueError(f"{text!r} is not a whole number; write it like 1000000, 1M or 1e6")
+    raise UserError(f"{text!r} is not a whole number; write it like 1000000, 1M or 1e6")
 
 
 def parse_counts(text: str) -> tuple[int, ...]:
@@ -77,15 +79,15 @@ def decode(hint: Any, data: Any, where: str = "experiment") -> Any:
     if not known:
         return tuple(data) if isinstance(data, list) else data
     if not isinstance(data, dict):
-        raise ValueError(f"{where} should be an object with a kind, not {data!r}")
+        raise UserError(f"{where} should be an object with a kind, not {data!r}")
     by_name = {kebab(cls): cls for cls in known}
     cls = by_name.get(data.get("kind", ""))
     if cls is None:
-        raise ValueError(f"{where} is of unknown kind {data.get('kind')!r}; known: {', '.join(by_name)}")
+        raise UserError(f"{where} is of unknown kind {data.get('kind')!r}; known: {', '.join(by_name)}")
     hints = typing.get_type_hints(cls, include_extras=True)
     values = {k: v for k, v in data.items() if k != "kind"}
     if unknown := values.keys() - hints.keys():
-        raise ValueError(f"{where} has unknown fields: {', '.join(sorted(unknown))}")
+        raise UserError(f"{where} has unknown fields: {', '.join(sorted(unknown))}")
     return cls(**{k: decode(hints[k], v, f"{where}.{k}") for k, v in values.items()})
 
 

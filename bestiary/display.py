@@ -66,6 +66,11 @@ def score(recent: list[float]) -> str:
     return f"{np.mean(recent):.2f} ± {np.std(recent):.2f} (last {len(recent)} games)"
 
 
+def spread(games: list[Episode]) -> str:
+    scores = [e.score for e in games]
+    return f"{np.mean(scores):.2f} ± {np.std(scores):.2f} ({len(games)} games)"
+
+
 class _Pace(Silent):
     """Frames per second over the last few updates, and the time left at that pace."""
 
@@ -106,7 +111,7 @@ class Lines(_Pace):
     def show(self, view: View, pace: float, left: str) -> None:
         loss = self.metrics.get("loss", math.nan)
         self.say(
-            f"{100 * view.frames / self.budget:5.1f}%  frames {count(view.frames)}  {count(pace)}/s  "
+            f"{min(100, 100 * view.frames / self.budget):5.1f}%  frames {count(view.frames)}  {count(pace)}/s  "
             f"games {view.games}  score {score(view.recent)}  loss {loss:.4g}  "
             f"lag {self.metrics.get('policy_lag', 0):.1f}  left {left}"
         )
@@ -115,8 +120,7 @@ class Lines(_Pace):
         self.say(text)
 
     def evaluated(self, frames: int, games: list[Episode]) -> None:
-        scores = [e.score for e in games]
-        self.say(f"evaluation at {count(frames)} frames: {np.mean(scores):.2f} ± {np.std(scores):.2f} ({len(games)} games)")
+        self.say(f"evaluation at {count(frames)} frames: {spread(games)}")
 
     def say(self, text: str) -> None:
         print(text, flush=True)
@@ -131,12 +135,13 @@ class Dashboard(_Pace):
         self.last_evaluation = "-"
 
     def show(self, view: View, pace: float, left: str) -> None:
-        table = Table(title=f"{self.parts}   [dim]{self.run.path}[/dim]", title_justify="left", box=None, show_header=False)
+        title = f"{self.parts}   [dim]{self.run.path}[/dim]"
+        table = Table(title=title, title_justify="left", box=None, show_header=False)
         table.add_column(style="bold cyan", min_width=12)
         table.add_column(min_width=44)
         table.add_column(style="bold cyan", min_width=12)
         table.add_column(min_width=14)
-        share = view.frames / self.budget
+        share = min(1.0, view.frames / self.budget)
         bar = "█" * round(24 * share) + "░" * (24 - round(24 * share))
         learner = [(k.replace("_", " "), f"{v:.4g}") for k, v in self.metrics.items()]
         rows = [
@@ -159,8 +164,7 @@ class Dashboard(_Pace):
         self.last_note = text
 
     def evaluated(self, frames: int, games: list[Episode]) -> None:
-        scores = [e.score for e in games]
-        self.last_evaluation = f"{np.mean(scores):.2f} ± {np.std(scores):.2f} ({len(games)} games, at {count(frames)})"
+        self.last_evaluation = f"{spread(games)} at {count(frames)} frames"
         self.last_note = ""
 
     def __enter__(self) -> "Dashboard":

@@ -8,6 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from bestiary import stats, tree
@@ -15,10 +16,10 @@ from bestiary.algos.base import Agent
 from bestiary.config import encode
 from bestiary.envs import Atari
 from bestiary.envs.world import World
+from bestiary.errors import UserError
 from bestiary.experiment import Experiment
-from bestiary.machine import choose_device
+from bestiary.machine import choose_device, cores, keep_memory, set_threads
 from bestiary.run import Run
-from bestiary.runtime import cores
 from bestiary.seeding import ACTIONS, EVAL, derive
 from bestiary.types import Episode, Spec
 
@@ -53,7 +54,7 @@ def play(
                 quota[e.slot] -= 1
                 played.append(e)
         if tries > ATTEMPTS * episodes:
-            raise ValueError(f"only {len(played)} of {tries} games ended with a positive score; {episodes} were asked for")
+            raise UserError(f"only {len(played)} of {tries} games had a positive score; {episodes} were asked for")
     return sorted(played, key=lambda e: e.slot)
 
 
@@ -77,11 +78,11 @@ def build_agent(experiment: Experiment, spec: Spec, weights: dict[str, torch.Ten
         agent.load_state_dict(weights)
     except RuntimeError as e:
         reason = str(e).splitlines()[1].strip() if "\n" in str(e) else str(e)
-        raise ValueError(f"the checkpoint is of another network than experiment.json describes: {reason}") from None
+        raise UserError(f"the checkpoint is of another network than experiment.json describes: {reason}") from None
     return agent.to(device).eval()
 
 
-def report(episodes: list[Episode], spec: Spec, game: str | None) -> dict[str, Any]:
+def report(episodes: list[Episode], game: str | None) -> dict[str, Any]:
     """Statistics per game and per life; human-normalised for Atari."""
     scores = [e.score for e in episodes]
     out: dict[str, Any] = {
@@ -103,54 +104,68 @@ def evaluate(
     modes: tuple[Mode, ...] = ("greedy", "sampled"),
     checkpoint: str | None = None,
     positive_only: bool = False,
+    runs: int = 1,
     envs: int = 16,
     seed: int = 0,
     device: str = "auto",
     threads: int | None = None,
-    write: bool = True,
 ) -> dict[str, Any]:
-    """Play a run's agent on seeds it was never trained on. Needs only the run directory."""
-    if episodes < 1 or envs < 1:
-        raise ValueError(f"episodes={episodes} and envs={envs} must be at least 1")
+    """Play a run's agent on seeds it was never trained on. Needs only the run directory; writes eval-*.json there.
+
+    `runs` repeats the protocol on other seeds: the statistics are over all games, and the means of the
+    repetitions are listed. `positive_only` replays a game, from a fresh start, until its final score is positive.
+    """
+    if episodes < 1 or envs < 1 or runs < 1:
+        raise UserError(f"episodes={episodes}, envs={envs} and runs={runs} must be at least 1")
     run = run if isinstance(run, Run) else Run(run)
     experiment = run.experiment()
     saved = run.load(checkpoint)
-    where, threads = choose_device(device), threads or cores()
-    torch.set_num_threads(threads)
-    results: dict[str, Any] = {}
-    name = None
-    for mode in modes:
-        world = experiment.env.make(min(envs, episodes), derive(experiment.seed, seed), EVAL, threads)
+    where = choose_device(device)
+    keep_memory()
+    accept = (lambda e: e.score > 0) if positive_only else (lambda e: True)
+
+    def repetition(mode: Mode, number: int) -> tuple[Spec, list[Episode]]:
+        address = (experiment.seed, EVAL, seed, number)
+        world = experiment.env.make(min(envs, episodes), derive(*address), EVAL, threads or cores())
+        set_threads(threads, world.spec)
         try:
             agent = build_agent(experiment, world.spec, saved.weights, where)
-            rng = torch.Generator(where).manual_seed(derive(experiment.seed, ACTIONS, EVAL, seed))
-            accept = (lambda e: e.score > 0) if positive_only else (lambda e: True)
-            played = play(agent, world, episodes, mode, rng, accept)
-            name = world.spec.name
-            results[mode] = report(played, world.spec, name if isinstance(experiment.env, Atari) else None)
+            rng = torch.Generator(where).manual_seed(derive(*address, ACTIONS))
+            return world.spec, play(agent, world, episodes, mode, rng, accept)
         finally:
             world.close()
-    out = {
-        "environment": name,
+
+    out: dict[str, Any] = {
         "checkpoint_frames": saved.meta["frames"],
         "protocol": {
             "episodes": episodes,
+            "runs": runs,
             "envs": min(envs, episodes),
             "seed": seed,
             "positive_only": positive_only,
             "env": encode(experiment.env),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         },
-        **results,
     }
-    if write:
-        kind = "-positive" if positive_only else ""
-        run.write(f"eval-{saved.meta['frames']}{kind}.json", json.dumps(out, indent=2))
-    return out
+    for mode in modes:
+        played = [repetition(mode, number) for number in range(runs)]
+        spec = played[0][0]
+        out["environment"] = spec.name
+        game = spec.name if isinstance(experiment.env, Atari) else None
+        out[mode] = report([e for _, games in played for e in games], game)
+        out[mode]["run_means"] = [float(np.mean([e.score for e in games])) for _, games in played]
+    kind = "-positive" if positive_only else ""
+    name = f"eval-{saved.meta['frames']}{kind}.json"
+    run.write(name, json.dumps(out, indent=2))
+    return out | {"file": str(run.path / name)}
 
 
 def evaluate_now(
-    experiment: Experiment, weights: dict[str, torch.Tensor], device: torch.device, threads: int, stop: Callable[[], bool]
+    experiment: Experiment,
+    weights: dict[str, torch.Tensor],
+    device: torch.device,
+    threads: int,
+    stop: Callable[[], bool],
 ) -> list[Episode]:
     """During training: greedy games in a world of their own, with a copy of the weights."""
     episodes = experiment.evaluation.episodes
@@ -160,5 +175,3 @@ def evaluate_now(
         return play(agent, world, episodes, "greedy", torch.Generator(device).manual_seed(0), stop=stop)
     finally:
         world.close()
-
-

@@ -10,6 +10,7 @@ from bestiary.algos import AlgoConfig, Impala
 from bestiary.config import Count, Counts, decode, differences, encode, kebab, members
 from bestiary.cores import CoreConfig, Ff
 from bestiary.envs import Catch, EnvConfig
+from bestiary.errors import UserError
 from bestiary.nets import Net
 from bestiary.runtime import Local, RuntimeConfig
 
@@ -25,7 +26,7 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         if self.episodes < 0 or (self.every is not None and self.every < 1):
-            raise ValueError("evaluation.episodes must be at least 0 and evaluation.every at least 1 frame")
+            raise UserError("evaluation.episodes must be at least 0 and evaluation.every at least 1 frame")
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,9 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         if self.keep < 1:
-            raise ValueError(f"checkpoint.keep={self.keep} must be at least 1")
+            raise UserError(f"checkpoint.keep={self.keep} must be at least 1")
         if self.minutes <= 0 or (self.frames is not None and self.frames < 1):
-            raise ValueError("checkpoint.minutes and checkpoint.frames must be positive")
+            raise UserError("checkpoint.minutes and checkpoint.frames must be positive")
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,9 @@ class Experiment:
 
     def __post_init__(self) -> None:
         if self.frames < 1:
-            raise ValueError(f"frames={self.frames} must be at least 1")
+            raise UserError(f"frames={self.frames} must be at least 1")
         if self.seed < 0:
-            raise ValueError(f"seed={self.seed} must not be negative")
+            raise UserError(f"seed={self.seed} must not be negative")
         self.algo.replay(self.runtime.envs)  # refuses a batch that can never be filled
 
     def to_json(self) -> str:
@@ -105,13 +106,13 @@ def register(**parts: type) -> None:
     """Add your own part: `bestiary.register(core=MyCore)`. It gets a name, flags and a place in experiment.json."""
     for name, cls in parts.items():
         if name not in ("env", "algo", "core", "runtime"):
-            raise ValueError(f"cannot register {name!r}: parts are env, algo, core and runtime")
+            raise UserError(f"cannot register {name!r}: parts are env, algo, core and runtime")
         if not dataclasses.is_dataclass(cls):
-            raise ValueError(f"{cls.__name__} must be a frozen dataclass")
+            raise UserError(f"{cls.__name__} must be a frozen dataclass")
         if kebab(cls) in family(name):
             if family(name)[kebab(cls)] is cls:
                 continue
-            raise ValueError(f"there is already a {name} called {kebab(cls)!r}")
+            raise UserError(f"there is already a {name} called {kebab(cls)!r}")
         Experiment.__annotations__[name] = Experiment.__annotations__[name] | cls
 
 
@@ -119,6 +120,6 @@ def load_experiment(path: Path) -> Experiment:
     try:
         return Experiment.from_json(path.read_text())
     except FileNotFoundError:
-        raise ValueError(f"{path.parent} is not a run: it has no {path.name}") from None
+        raise UserError(f"{path.parent} is not a run: it has no {path.name}") from None
     except (json.JSONDecodeError, TypeError, UnicodeDecodeError) as e:
-        raise ValueError(f"{path} cannot be read: {e}") from None
+        raise UserError(f"{path} cannot be read: {e}") from None

@@ -2,6 +2,8 @@
 
 import importlib.util
 
+from bestiary.errors import UserError
+
 EXTRAS = {  # extra -> (module that shows it is there, what it is for)
     "atari": ("ale_py", "Atari games"),
     "box2d": ("Box2D", "LunarLander"),
@@ -14,7 +16,7 @@ EXTRAS = {  # extra -> (module that shows it is there, what it is for)
 }
 
 
-class MissingExtra(ValueError):
+class MissingExtra(UserError):
     pass
 
 

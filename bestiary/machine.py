@@ -1,9 +1,13 @@
 """The machine underneath: threads, device and memory allocator, chosen instead of inherited."""
 
 import ctypes
+import os
 import sys
 
 import torch
+
+from bestiary.errors import UserError
+from bestiary.types import Spec
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 
@@ -20,7 +24,7 @@ def keep_memory() -> bool:
     except (OSError, AttributeError):  # another C library
         return False
     settings = ((M_MMAP_THRESHOLD, 1 << 30), (M_TRIM_THRESHOLD, (1 << 31) - 1), (M_TOP_PAD, 64 << 20))
-    return all([mallopt(parameter, value) == 1 for parameter, value in settings])
+    return all(mallopt(parameter, value) == 1 for parameter, value in settings)
 
 
 def choose_device(name: str) -> torch.device:
@@ -31,5 +35,19 @@ def choose_device(name: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as e:
         reason = str(e).splitlines()[0]
-        raise ValueError(f"runtime.device={name!r} cannot be used here ({reason}); try cpu or auto") from None
+        raise UserError(f"runtime.device={name!r} cannot be used here ({reason}); try cpu or auto") from None
     return device
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def set_threads(asked: int | None, spec: Spec) -> int:
+    """Threads for the mathematics: as asked, else all cores for large pictures and one for small inputs.
+
+    Small matrices lose more to handing work between threads than they gain: four times on two cores.
+    """
+    threads = asked or (cores() if spec.is_image and min(spec.obs_shape[1:]) >= 36 else 1)
+    torch.set_num_threads(threads)
+    return threads

@@ -1,12 +1,14 @@
 """From observations to features: encoders, the frame stack, and the torso that joins them to a memory."""
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bestiary.cores.base import CoreConfig
+from bestiary.errors import UserError
 from bestiary.types import Spec, State, TimeStep
 
 
@@ -98,10 +100,10 @@ class Net:
 
     def __post_init__(self) -> None:
         if self.frame_stack < 1:
-            raise ValueError(f"net.frame-stack={self.frame_stack} must be at least 1")
+            raise UserError(f"net.frame-stack={self.frame_stack} must be at least 1")
         size, depth = getattr(self.encoder, "hidden_size", 1), getattr(self.encoder, "num_layers", 1)
         if size < 1 or depth < 1:
-            raise ValueError(f"net.encoder needs hidden-size and num-layers of at least 1, not {size} and {depth}")
+            raise UserError(f"net.encoder needs hidden-size and num-layers of at least 1, not {size} and {depth}")
 
 
 def choose_encoder(encoder: EncoderConfig, spec: Spec) -> Shallow | Resnet | SmallCnn | Mlp:
@@ -111,9 +113,9 @@ def choose_encoder(encoder: EncoderConfig, spec: Spec) -> Shallow | Resnet | Sma
         return Shallow() if min(spec.obs_shape[1:]) >= 36 else SmallCnn()
     if not spec.is_image and not isinstance(encoder, Mlp):
         name = type(encoder).__name__.lower()
-        raise ValueError(f"encoder {name} needs pictures, but {spec.name} shows a vector: use net.encoder:mlp")
+        raise UserError(f"encoder {name} needs pictures, but {spec.name} shows a vector: use net.encoder:mlp")
     if isinstance(encoder, Shallow) and min(spec.obs_shape[1:]) < 36:
-        raise ValueError(f"encoder shallow needs at least 36x36 pixels, {spec.name} has {spec.obs_shape[1:]}: use mlp")
+        raise UserError(f"encoder shallow needs at least 36x36 pixels, {spec.name} has {spec.obs_shape[1:]}: use mlp")
     return encoder
 
 
@@ -126,11 +128,12 @@ class Encoder(nn.Module):
         shape = (spec.obs_shape[0] * frame_stack, *spec.obs_shape[1:])
         self.scale = 1 / 255 if spec.obs_dtype == torch.uint8 else 1.0
         # channels_last makes CPU convolutions about twice as fast; the mathematics is the same
-        self.convolutions = chosen.convolutions(shape[0]).to(memory_format=torch.channels_last)
+        self.layout = torch.channels_last if spec.is_image else torch.contiguous_format
+        self.convolutions = chosen.convolutions(shape[0]).to(memory_format=self.layout)  # type: ignore
         with torch.no_grad():
             flat = self.convolutions(torch.zeros(1, *shape)).numel()
         widths = [flat, *[chosen.hidden_size] * chosen.num_layers]
-        self.layers = nn.ModuleList(nn.Linear(i, o) for i, o in zip(widths, widths[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(i, o) for i, o in pairwise(widths))
         self.width = chosen.hidden_size
         # deep residual stages have large activations: rows pass in slices that stay in the cache
         self.rows_per_slice = 32 if isinstance(chosen, Resnet) else None
@@ -141,12 +144,10 @@ class Encoder(nn.Module):
         return torch.cat([self._encode(part) for part in obs.split(self.rows_per_slice)])
 
     def _encode(self, obs: Tensor) -> Tensor:
-        dtype = self.layers[0].weight.dtype
-        if len(self.convolutions):
-            x = obs.to(dtype, memory_format=torch.channels_last)
-        else:
-            x = obs.to(dtype)
-        x = self.convolutions(x * self.scale if self.scale != 1.0 else x).flatten(1)
+        x = obs.to(self.layers[0].weight.dtype, memory_format=self.layout)  # type: ignore
+        if self.scale != 1.0:
+            x = x.mul_(self.scale)
+        x = self.convolutions(x).flatten(1)
         for layer in self.layers:
             x = F.relu(layer(x))
         return x
@@ -190,7 +191,7 @@ class Torso(nn.Module):
     def __init__(self, spec: Spec, net: Net, core: CoreConfig) -> None:
         super().__init__()
         if net.frame_stack > 1 and not spec.is_image:
-            raise ValueError(f"net.frame-stack={net.frame_stack} needs pictures, but {spec.name} shows a vector: use 1")
+            raise UserError(f"net.frame-stack={net.frame_stack} needs pictures, but {spec.name} shows a vector: use 1")
         self.net = net
         self.num_actions = spec.num_actions
         self.stack = FrameStack(spec, net.frame_stack)

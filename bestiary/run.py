@@ -12,6 +12,7 @@ import torch
 
 from bestiary import checkpoint
 from bestiary.checkpoint import BadCheckpoint, Checkpoint
+from bestiary.errors import UserError
 from bestiary.experiment import Experiment, load_experiment
 from bestiary.types import Snapshot
 
@@ -37,12 +38,12 @@ class Run:
         run = Run(path)
         if (path / EXPERIMENT).exists():
             if different := experiment.differs_from(run.experiment()):
-                raise ValueError(
+                raise UserError(
                     f"{path} holds another experiment ({'; '.join(different[:3])}); choose another --run, "
                     f"or continue that one with: bestiary resume {path}"
                 )
         elif path.exists() and any(path.iterdir()):
-            raise ValueError(f"{path} is not empty and not a run; choose another --run")
+            raise UserError(f"{path} is not empty and not a run; choose another --run")
         path.mkdir(parents=True, exist_ok=True)
         run.write(EXPERIMENT, experiment.to_json())
         run.write("versions.json", json.dumps(versions(), indent=2))
@@ -142,5 +143,3 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
-
-

@@ -11,6 +11,7 @@ import numpy as np
 
 from bestiary.config import encode
 from bestiary.display import Screen, Silent, View
+from bestiary.errors import UserError
 from bestiary.evaluate import evaluate_now
 from bestiary.experiment import Experiment
 from bestiary.logs import Recorder
@@ -202,7 +203,7 @@ class Session:
             self.row_at, self.evaluated_at = state["row_at"], state["evaluated_at"]
         except (KeyError, RuntimeError, TypeError) as e:
             reason = str(e).splitlines()[0]
-            raise ValueError(f"the checkpoint does not belong to this experiment: {reason}") from None
+            raise UserError(f"the checkpoint does not belong to this experiment: {reason}") from None
 
     def _view(self, progress: Progress) -> View:
         return View(

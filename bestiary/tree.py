@@ -9,11 +9,11 @@ from torch import Tensor
 Tree = TypeVar("Tree")
 
 
-def map(fn: Callable[..., Any], *trees: Tree) -> Tree:  # noqa: A001 - tree.map reads as it should
+def map(fn: Callable[..., Any], *trees: Tree) -> Tree:
     """`fn` of the corresponding leaves of equally shaped trees."""
     first: Any = trees[0]
     if first is None:
-        return first
+        return None  # type: ignore
     if isinstance(first, dict):
         return type(first)((k, map(fn, *(t[k] for t in trees))) for k in first)  # type: ignore
     if isinstance(first, tuple | list):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from bestiary.cores.base import CoreConfig
+from bestiary.errors import UserError
 from bestiary.nets import Net
 from bestiary.replay.base import ReplayConfig
 from bestiary.types import Batch, Snapshot, Spec, State, TimeStep, Trajectory, Update
@@ -24,7 +25,7 @@ class Agent(nn.Module):
         raise NotImplementedError
 
 
-class Diverged(RuntimeError):
+class Diverged(UserError):
     """Learning produced a number that is not one. The weights from before that update are intact."""
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from bestiary.algos.base import Agent, Diverged
 from bestiary.cores.base import CoreConfig
+from bestiary.errors import UserError
 from bestiary.nets import Net, Torso
 from bestiary.ops.policy import RewardClip, clip_reward, entropy, log_prob, sample
 from bestiary.ops.returns import vtrace
@@ -148,13 +149,13 @@ class Impala:
 
     def __post_init__(self) -> None:
         if self.unroll < 1:
-            raise ValueError(f"algo.unroll={self.unroll} must be at least 1")
+            raise UserError(f"algo.unroll={self.unroll} must be at least 1")
         if self.batch_size < 1:
-            raise ValueError(f"algo.batch-size={self.batch_size} must be at least 1")
+            raise UserError(f"algo.batch-size={self.batch_size} must be at least 1")
         if not 0 <= self.discount <= 1:
-            raise ValueError(f"algo.discount={self.discount} must lie in [0, 1]")
+            raise UserError(f"algo.discount={self.discount} must lie in [0, 1]")
         if self.grad_norm <= 0:
-            raise ValueError(f"algo.grad-norm={self.grad_norm} must be positive")
+            raise UserError(f"algo.grad-norm={self.grad_norm} must be positive")
 
     def replay(self, num_envs: int) -> Fifo:
         return Fifo(self.batch_size, self.queue or 2 * num_envs)

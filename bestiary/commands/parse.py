@@ -1,13 +1,16 @@
 """From words to experiments: tyro on the dataclasses, with suggestions for what it does not know."""
 
-import difflib
 import importlib.metadata
 import sys
+import typing
 from typing import Annotated, Any, TypeVar
 
 import tyro
 
+from bestiary.config import members
+from bestiary.errors import UserError
 from bestiary.experiment import Experiment, family
+from bestiary.suggest import did_you_mean
 
 T = TypeVar("T")
 FLAT = tyro.conf.arg(name="")  # fields of a nested dataclass without its name in front
@@ -21,24 +24,41 @@ def load_plugins() -> None:
         entry.load()()
 
 
-def check_parts(args: list[str]) -> None:
-    """`core:lstmm` deserves better than a usage text."""
+def check_parts(args: list[str]) -> list[str]:
+    """`core:lstmm` deserves better than a usage text; naming the only choice there is does no harm."""
+    kept = []
     for word in args:
         head, colon, choice = word.partition(":")
-        if not colon or word.startswith("-") or head not in FAMILIES:
-            continue
-        if choice not in family(head):
-            near = difflib.get_close_matches(choice, family(head), n=2, cutoff=0.4)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(family(head))}"
-            raise ValueError(f"there is no {head} {choice!r}: {hint}")
+        if colon and not word.startswith("-") and head in FAMILIES:
+            if choice not in family(head):
+                raise UserError(f"there is no {head} {choice!r}: {did_you_mean(choice, family(head))}")
+            if len(family(head)) == 1:
+                continue
+        kept.append(word)
+    return kept
+
+
+def flags(cls: type, prefix: str = "") -> list[str]:
+    """Every dotted flag a dataclass offers, over all choices of its unions."""
+    found = []
+    for name, hint in typing.get_type_hints(cls, include_extras=True).items():
+        dotted = prefix + name.replace("_", "-")
+        nested = members(hint)
+        here = prefix if FLAT in getattr(hint, "__metadata__", ()) else f"{dotted}."
+        found += [flag for part in nested for flag in flags(part, here)] if nested else [f"--{dotted}"]
+    return found
 
 
 def parse(cls: type[T], args: list[str], prog: str, default: Any = None) -> T:
-    """Parse arguments into a dataclass; a mistake ends the program with tyro's explanation and code 2."""
+    """Parse arguments into a dataclass. An unknown word is answered with the nearest flag."""
     sys.stdout.flush()
-    if default is None:
-        return tyro.cli(cls, prog=prog, args=args, config=OPTIONS)
-    return tyro.cli(cls, prog=prog, args=args, default=default, config=OPTIONS)
+    options: dict[str, Any] = {} if default is None else {"default": default}
+    value, unknown = tyro.cli(cls, prog=prog, args=args, config=OPTIONS, return_unknown_args=True, **options)
+    if unknown:
+        word = next((w for w in unknown if w.startswith("-")), unknown[0])
+        hint = did_you_mean(word.split("=")[0], sorted(set(flags(cls))), f"see `{prog} --help`")
+        raise UserError(f"there is no flag {word}: {hint}" if word.startswith("-") else f"what is {word!r}? {hint}")
+    return value
 
 
 Flat = Annotated[Experiment, FLAT]

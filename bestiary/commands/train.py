@@ -32,8 +32,7 @@ def main(args: list[str]) -> int:
         return 0 if args else 2
     name, rest = args[0], args[1:]
     default = preset(name)
-    check_parts(rest)
-    chosen = parse(Train, rest, f"bestiary train {name}", Train(default))
+    chosen = parse(Train, check_parts(rest), f"bestiary train {name}", Train(default))
     path = chosen.run or new_path(name, chosen.experiment.seed)
     return run_session(chosen.experiment, path, Lines() if chosen.plain else choose_screen())
 

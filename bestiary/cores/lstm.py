@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from bestiary.cores.base import Core
+from bestiary.errors import UserError
 from bestiary.types import State
 
 
@@ -16,10 +17,24 @@ class LstmCore(Core):
         self.width = cfg.hidden or input_width
         self.layers = cfg.layers
         self.rnn = nn.LSTM(input_width, self.width, cfg.layers)
+        if cfg.chrono is not None:
+            self._remember_for(cfg.chrono)
 
     def initial_state(self, batch_size: int) -> State:
-        zeros = self.rnn.weight_hh_l0.new_zeros(batch_size, self.layers, self.width)
+        weight: Tensor = self.rnn.weight_hh_l0  # type: ignore
+        zeros = weight.new_zeros(batch_size, self.layers, self.width)
         return zeros, zeros.clone()
+
+    @torch.no_grad()
+    def _remember_for(self, rows: int) -> None:
+        """Chrono initialisation: time constants spread over 1..rows (Tallec & Ollivier 2018)."""
+        for layer in range(self.layers):
+            getattr(self.rnn, f"bias_hh_l{layer}").zero_()
+            gates = getattr(self.rnn, f"bias_ih_l{layer}")  # input, forget, cell, output
+            gates.zero_()
+            spread = torch.empty(self.width).uniform_(1, max(2, rows - 1)).log()
+            gates[: self.width] = -spread
+            gates[self.width : 2 * self.width] = spread
 
     def forward(self, x: Tensor, is_first: Tensor, state: State) -> tuple[Tensor, State]:
         keep = (~is_first[0]).to(x.dtype)[:, None, None]
@@ -66,12 +81,16 @@ class Lstm:
     hidden: int | None = 256
     """units per layer; None: as wide as the input"""
     layers: int = 1
+    chrono: int | None = None
+    """start with memory for about so many rows (chrono initialisation); None: PyTorch's initialisation"""
 
     def __post_init__(self) -> None:
         if self.layers < 1:
-            raise ValueError(f"core.layers={self.layers} must be at least 1")
+            raise UserError(f"core.layers={self.layers} must be at least 1")
         if self.hidden is not None and self.hidden < 1:
-            raise ValueError(f"core.hidden={self.hidden} must be at least 1")
+            raise UserError(f"core.hidden={self.hidden} must be at least 1")
+        if self.chrono is not None and self.chrono < 2:
+            raise UserError(f"core.chrono={self.chrono} must be at least 2 rows")
 
     def build(self, input_width: int) -> Core:
         return LstmCore(self, input_width)

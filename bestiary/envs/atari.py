@@ -1,17 +1,17 @@
 """Atari games, batched in C++: single grey frames and raw scores; stacking and clipping are the agent's."""
 
-import difflib
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from bestiary.envs.world import Raw, World
+from bestiary.errors import UserError
 from bestiary.extras import require
 from bestiary.seeding import derive
+from bestiary.suggest import did_you_mean
 from bestiary.types import Snapshot, Spec
 
 
@@ -25,9 +25,9 @@ def rom_name(game: str) -> str:
     squashed = re.sub(r"[^a-z0-9]", "", plain.lower())
     if squashed in known:
         return known[squashed]
-    near = difflib.get_close_matches(squashed, known, n=3, cutoff=0.5)
-    hint = f"did you mean {', '.join(camel_case(known[n]) for n in near)}?" if near else "see `bestiary list games`"
-    raise ValueError(f"there is no Atari game {game!r}: {hint}")
+    games = [camel_case(name) for name in known.values()]
+    hint = did_you_mean(camel_case(plain), games, "see `bestiary list games`")
+    raise UserError(f"there is no Atari game {game!r}: {hint}")
 
 
 def camel_case(rom: str) -> str:
@@ -144,9 +144,9 @@ class Atari:
 
     def __post_init__(self) -> None:
         if not 0 <= self.sticky < 1:
-            raise ValueError(f"env.sticky={self.sticky} is a probability below 1")
+            raise UserError(f"env.sticky={self.sticky} is a probability below 1")
         if self.frame_skip < 1 or self.time_limit_frames < 1 or self.noop_max < 0:
-            raise ValueError("env.frame-skip and env.time-limit-frames must be at least 1, env.noop-max at least 0")
+            raise UserError("env.frame-skip and env.time-limit-frames must be at least 1, env.noop-max at least 0")
 
     def make(self, num_envs: int, seed: int, stream: int, threads: int) -> World:
         return AtariWorld(self, num_envs, seed, stream, threads)

@@ -4,6 +4,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
@@ -93,9 +94,7 @@ class SingleEnv(gym.Env):
         self.action_space = batched.single_action_space
         self.render_mode = batched.render_mode
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         obs, info = self.batched.reset(seed=seed, options=options)
         return obs[0], info
@@ -112,8 +111,6 @@ class BatchedWorld(World):
         space = env.single_observation_space
         assert isinstance(space, gym.spaces.Box) and space.shape is not None
         assert isinstance(env.single_action_space, gym.spaces.Discrete)
-        import torch
-
         dtype = torch.uint8 if space.dtype == np.uint8 else torch.float32
         super().__init__(Spec(name, space.shape, dtype, int(env.single_action_space.n)), env.num_envs)
         self.env = env

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from bestiary.envs.batched import BatchedEnv, BatchedWorld
 from bestiary.envs.world import World
+from bestiary.errors import UserError
 
 
 class CatchEnv(BatchedEnv):
@@ -21,7 +22,7 @@ class CatchEnv(BatchedEnv):
 
     def __init__(self, num_envs: int = 1, rows: int = 10, columns: int = 5, render_mode: str | None = None) -> None:
         if rows < 2 or columns < 2:
-            raise ValueError(f"catch needs a board of at least 2x2, not {rows}x{columns}")
+            raise UserError(f"catch needs a board of at least 2x2, not {rows}x{columns}")
         self.rows, self.columns = rows, columns
         self.single_observation_space = Box(0, 255, (1, rows, columns), np.uint8)
         self.single_action_space = Discrete(3)

@@ -1,6 +1,5 @@
 """Any environment registered with Gymnasium: discrete actions, pictures or vectors."""
 
-import difflib
 import functools
 import warnings
 from dataclasses import dataclass, field
@@ -13,7 +12,9 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from numpy.typing import NDArray
 
 from bestiary.envs.world import Raw, World
+from bestiary.errors import UserError
 from bestiary.seeding import derive
+from bestiary.suggest import did_you_mean
 from bestiary.types import Snapshot, Spec
 
 
@@ -51,9 +52,10 @@ class Replayable(gymnasium.Wrapper):
 
 
 def build(cfg: "Gym", address: tuple[int, ...]) -> gymnasium.Env:
+    kwargs: dict[str, Any] = dict(cfg.kwargs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Gymnasium's advice about versions is not the user's error
-        return Replayable(gymnasium.make(cfg.id, **cfg.kwargs), address)
+        return Replayable(gymnasium.make(cfg.id, **kwargs), address)
 
 
 def probe(cfg: "Gym") -> tuple[Spec, bool]:
@@ -61,23 +63,22 @@ def probe(cfg: "Gym") -> tuple[Spec, bool]:
     try:
         env = build(cfg, (0, 0, 0))
     except gymnasium.error.NamespaceNotFound as e:
-        raise ValueError(f"{cfg.id!r} is not registered with Gymnasium: {e}") from None
+        raise UserError(f"{cfg.id!r} is not registered with Gymnasium: {e}") from None
     except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv) as e:
-        near = difflib.get_close_matches(cfg.id, gymnasium.registry, n=3, cutoff=0.6)
-        hint = f"did you mean {', '.join(near)}?" if near else str(e)
-        raise ValueError(f"{cfg.id!r} is not registered with Gymnasium: {hint}") from None
+        hint = did_you_mean(cfg.id, gymnasium.registry, str(e))
+        raise UserError(f"{cfg.id!r} is not registered with Gymnasium: {hint}") from None
     except gymnasium.error.DependencyNotInstalled as e:
-        raise ValueError(f"{cfg.id} needs a package that is not installed: {e}") from None
+        raise UserError(f"{cfg.id} needs a package that is not installed: {e}") from None
     except TypeError as e:
-        raise ValueError(f"{cfg.id} does not accept env.kwargs={cfg.kwargs}: {e}") from None
+        raise UserError(f"{cfg.id} does not accept env.kwargs={cfg.kwargs}: {e}") from None
     obs, actions = env.observation_space, env.action_space
     env.close()
     if not isinstance(actions, gymnasium.spaces.Discrete):
-        raise ValueError(f"{cfg.id} has actions {actions}; only Discrete actions are supported")
+        raise UserError(f"{cfg.id} has actions {actions}; only Discrete actions are supported")
     if actions.start != 0:
-        raise ValueError(f"{cfg.id} counts its actions from {actions.start}; wrap it so that they start at 0")
+        raise UserError(f"{cfg.id} counts its actions from {actions.start}; wrap it so that they start at 0")
     if not isinstance(obs, gymnasium.spaces.Box) or len(obs.shape) not in (1, 3):
-        raise ValueError(
+        raise UserError(
             f"{cfg.id} shows {obs}; only a vector (Box of rank 1) or a picture (Box of rank 3) is supported: "
             "wrap it with gymnasium.wrappers.FlattenObservation"
         )

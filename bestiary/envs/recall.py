@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from bestiary.envs.batched import BatchedEnv, BatchedWorld
 from bestiary.envs.world import World
+from bestiary.errors import UserError
 
 
 class RecallEnv(BatchedEnv):
@@ -22,7 +23,7 @@ class RecallEnv(BatchedEnv):
 
     def __init__(self, num_envs: int = 1, delay: int = 10, cues: int = 4, render_mode: str | None = None) -> None:
         if delay < 1 or cues < 2:
-            raise ValueError(f"recall needs a delay of at least 1 and at least 2 cues, not {delay} and {cues}")
+            raise UserError(f"recall needs a delay of at least 1 and at least 2 cues, not {delay} and {cues}")
         self.delay, self.cues = delay, cues
         self.single_observation_space = Box(0.0, 1.0, (cues + 1,), np.float32)
         self.single_action_space = Discrete(cues)

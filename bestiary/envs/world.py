@@ -68,7 +68,7 @@ class World:
     def step(self, action: torch.Tensor) -> tuple[TimeStep, list[Episode]]:
         moved = action.cpu().numpy()
         raw = self._advance(moved)
-        episodes = [self._close_book(slot) for slot in np.flatnonzero(raw.is_first)]
+        episodes = [self._close_book(int(slot)) for slot in np.flatnonzero(raw.is_first)]
         self._open_books(raw.is_first)
 
         going = ~raw.is_first
@@ -109,7 +109,7 @@ class World:
             lives = [*lives, float(self._life[slot])]
         steps = int(self._steps[slot])
         return Episode(
-            slot=int(slot),
+            slot=slot,
             score=float(self._score[slot]),
             steps=steps,
             frames=steps * self.spec.frames_per_step,

@@ -3,6 +3,9 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from bestiary.errors import UserError
+from bestiary.suggest import did_you_mean
+
 if TYPE_CHECKING:
     from bestiary.experiment import Experiment
 
@@ -23,10 +26,6 @@ PRESETS: dict[str, tuple[str, str]] = {
 
 def preset(name: str) -> "Experiment":
     if name not in PRESETS:
-        import difflib
-
-        near = difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.4)
-        hint = f"did you mean {', '.join(near)}?" if near else f"there are: {', '.join(PRESETS)}"
-        raise ValueError(f"there is no preset {name!r}: {hint}")
+        raise UserError(f"there is no preset {name!r}: {did_you_mean(name, PRESETS)}")
     module = import_module(f"bestiary.presets.{PRESETS[name][0]}")
     return getattr(module, name.replace("-", "_"))

@@ -21,9 +21,9 @@ recall = Experiment(
         reduction="mean",
         grad_norm=1.0,
         lr_decay="linear",
-        optimizer=Adam(lr=3e-3),
+        optimizer=Adam(lr=5e-3),
     ),
-    core=Lstm(hidden=64),
+    core=Lstm(hidden=64, chrono=20),  # rows: without it the gates forget too fast to learn at this rate
     # the previous action would let an agent without memory carry the answer in its own moves
     net=Net(encoder=Mlp(hidden_size=64), prev_action=False, prev_reward=False),
     runtime=Local(envs=32),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from bestiary import tree
+from bestiary.errors import UserError
 from bestiary.types import Batch, Snapshot, TimeStep, Trajectory
 
 
@@ -74,10 +75,10 @@ class Fifo:
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
-            raise ValueError(f"batch-size={self.batch_size} must be at least 1")
+            raise UserError(f"batch-size={self.batch_size} must be at least 1")
         if self.capacity < self.batch_size:
-            raise ValueError(
-                f"batch-size={self.batch_size} can never be filled: at most {self.capacity} trajectories wait at a time; "
+            raise UserError(
+                f"batch-size={self.batch_size} can never be filled: at most {self.capacity} trajectories wait; "
                 f"lower --algo.batch-size to {self.capacity}, or raise --runtime.envs or --algo.queue"
             )
 

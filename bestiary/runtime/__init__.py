@@ -1,16 +1,13 @@
 """Where an experiment runs. Here are the settings; the machinery is imported when a run starts."""
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from bestiary.errors import UserError
 
 if TYPE_CHECKING:
     from bestiary.experiment import Experiment
     from bestiary.runtime.local import LocalRuntime
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True)
@@ -18,15 +15,15 @@ class _Machine:
     envs: int = 32
     """environments played at once"""
     threads: int | None = None
-    """CPU threads; None: one per core"""
+    """CPU threads; None: one per core for large pictures, a single one for small inputs"""
     device: str = "auto"
     """cpu, cuda, cuda:1, mps; auto: an accelerator if there is one"""
 
     def __post_init__(self) -> None:
         if self.envs < 1:
-            raise ValueError(f"runtime.envs={self.envs} must be at least 1")
+            raise UserError(f"runtime.envs={self.envs} must be at least 1")
         if self.threads is not None and self.threads < 1:
-            raise ValueError(f"runtime.threads={self.threads} must be at least 1")
+            raise UserError(f"runtime.threads={self.threads} must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ class Overlap(_Machine):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.depth < 1:
-            raise ValueError(f"runtime.depth={self.depth} must be at least 1")
+            raise UserError(f"runtime.depth={self.depth} must be at least 1")
 
     def start(self, experiment: "Experiment") -> "LocalRuntime":
         from bestiary.runtime.overlap import OverlapRuntime

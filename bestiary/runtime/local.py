@@ -8,8 +8,7 @@ import torch
 from bestiary import tree
 from bestiary.actor import Actor
 from bestiary.experiment import Experiment
-from bestiary.machine import choose_device, keep_memory
-from bestiary.runtime import cores
+from bestiary.machine import choose_device, cores, keep_memory, set_threads
 from bestiary.seeding import ACTIONS, TRAIN, WEIGHTS, derive
 from bestiary.types import Metrics, Progress, Snapshot, Trajectory
 
@@ -42,13 +41,12 @@ class LocalRuntime:
     def __init__(self, experiment: Experiment) -> None:
         self.experiment = experiment
         runtime = experiment.runtime
-        self.threads = runtime.threads or cores()
-        torch.set_num_threads(self.threads)
         keep_memory()
         self.device = choose_device(runtime.device)
         self.frames = self.steps = 0
         self.resumes = 0
         self._build_world()
+        self.threads = set_threads(runtime.threads, self.spec)
         torch.manual_seed(derive(experiment.seed, WEIGHTS))
         try:
             agent = experiment.algo.agent(self.spec, experiment.net, experiment.core).to(self.device)
@@ -63,7 +61,7 @@ class LocalRuntime:
     def _build_world(self) -> None:
         e = self.experiment
         stream = TRAIN if self.resumes == 0 else derive(TRAIN, self.resumes)
-        self.world = e.env.make(e.runtime.envs, e.seed, stream, self.threads)
+        self.world = e.env.make(e.runtime.envs, e.seed, stream, e.runtime.threads or cores())
         self.spec = self.world.spec
 
     def _build_actor(self) -> None:

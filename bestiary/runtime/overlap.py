@@ -63,9 +63,10 @@ class OverlapRuntime(LocalRuntime):
     def _put(self, item: tuple[Trajectory, list[Episode]] | BaseException) -> None:
         while not self.stop.is_set():
             try:
-                return self.finished.put(item, timeout=0.1)
+                self.finished.put(item, timeout=0.1)
             except queue.Full:
                 continue
+            return
 
     def _join(self) -> None:
         self.stop.set()

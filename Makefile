@@ -1,0 +1,37 @@
+# Two commands do everything on a fresh machine with Python 3.11: `make train` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+EXTRAS := atari,plot,video,dev
+
+.PHONY: train test setup bench fmt check test-learns clean
+
+train: setup            ## train the default job, evaluate it, say where the results are
+	$(BIN)/bestiary train recall
+	$(BIN)/bestiary eval runs/latest
+
+test: check             ## lint, types and the test suite
+	$(BIN)/python -m pytest
+
+setup: $(VENV)/.setup-done
+
+$(VENV)/.setup-done: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
+	touch $@
+
+check: setup            ## lint and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+fmt: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup
+	$(BIN)/bestiary bench impala-atari
+	$(BIN)/bestiary bench findings
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache

@@ -1,0 +1,23 @@
+"""Measured speed. Alternatives are timed in turn within one run and compared by their medians."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+BENCHMARKS = {  # name -> (module, what it measures)
+    "impala-atari": ("impala_atari", "the IMPALA loop on Atari against the sum of its parts"),
+    "findings": ("findings", "what the CPU settings are worth: allocator, memory layout, slices, spinning"),
+}
+
+
+def medians(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median seconds of each side, called in turn so that a noisy moment hits all alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for side in sides.values():
+        side()  # warm
+    for _ in range(rounds):
+        for name, side in sides.items():
+            start = time.perf_counter()
+            side()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}

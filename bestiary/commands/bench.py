@@ -1,0 +1,32 @@
+"""bestiary bench NAME: speed on this machine."""
+
+import json
+from importlib import import_module
+from pathlib import Path
+
+from bestiary.bench import BENCHMARKS
+from bestiary.commands.parse import parse
+from bestiary.errors import UserError
+from bestiary.suggest import did_you_mean
+
+
+def main(args: list[str]) -> int:
+    if not args or args[0] in ("-h", "--help"):
+        print("usage: bestiary bench NAME [--flags] [--json FILE]\n")
+        print("\n".join(f"  {name:14} {text}" for name, (_, text) in BENCHMARKS.items()))
+        return 0 if args else 2
+    name, rest = args[0], args[1:]
+    if name not in BENCHMARKS:
+        raise UserError(f"there is no benchmark {name!r}: {did_you_mean(name, BENCHMARKS)}")
+    out = None
+    if "--json" in rest:
+        at = rest.index("--json")
+        if at + 1 == len(rest):
+            raise UserError("--json needs a file name")
+        out = Path(rest[at + 1])
+        rest = rest[:at] + rest[at + 2 :]
+    module = import_module(f"bestiary.bench.{BENCHMARKS[name][0]}")
+    results = module.main(parse(module.Settings, rest, f"bestiary bench {name}"))
+    if out is not None:
+        out.write_text(json.dumps(results, indent=2) + "\n")
+    return 0

@@ -1,0 +1,68 @@
+"""bestiary eval RUN: whole games on fresh seeds."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from bestiary.commands.parse import load_plugins, parse
+from bestiary.evaluate import Mode, evaluate
+
+
+@dataclass(frozen=True)
+class Eval:
+    run: Annotated[Path, tyro.conf.Positional]
+    """run directory"""
+    episodes: int = 100
+    """whole games per mode (and repetition)"""
+    mode: Literal["both", "greedy", "sampled"] = "both"
+    checkpoint: str | None = None
+    """frames of a checkpoint, last or best; None: last"""
+    positive_only: bool = False
+    """replay a game, from a fresh start, until its final score is positive (BattleZone, Up'n Down)"""
+    runs: int = 1
+    """repeat the protocol on other seeds and list the means"""
+    envs: int = 16
+    """games played at once"""
+    seed: int = 0
+    """of the evaluation; never one of training's"""
+    device: str = "auto"
+    threads: int | None = None
+
+
+def main(args: list[str]) -> int:
+    load_plugins()
+    cfg = parse(Eval, args, "bestiary eval")
+    modes: tuple[Mode, ...] = ("greedy", "sampled") if cfg.mode == "both" else (cfg.mode,)
+    options = {k: v for k, v in vars(cfg).items() if k not in ("run", "mode")}
+    print_report(evaluate(cfg.run, modes=modes, **options), modes)
+    return 0
+
+
+def print_report(result: dict[str, Any], modes: tuple[Mode, ...]) -> None:
+    title = f"{result['environment']}, checkpoint of {result['checkpoint_frames']:,} frames"
+    table = Table(title=title, title_justify="left", box=None)
+    for column in ("policy", "per", "n", "mean", "95% interval", "median", "IQM", "std", "min", "max"):
+        table.add_column(column, justify="left" if column in ("policy", "per") else "right", no_wrap=True)
+    for mode in modes:
+        for per in ("game", "life"):
+            s = result[mode][per]
+            if per == "life" and s["n"] == result[mode]["game"]["n"]:
+                continue  # one life a game: nothing to add
+            numbers = [f"{s[k]:.2f}" for k in ("median", "iqm", "std", "min", "max")]
+            interval = f"[{s['ci95_low']:.2f}, {s['ci95_high']:.2f}]"
+            table.add_row(mode, per, str(s["n"]), f"{s['mean']:.2f}", interval, *numbers)
+    console = Console()
+    console.print(table)
+    for mode in modes:
+        extra = result[mode]
+        if extra.get("human_normalised") is not None:
+            console.print(f"{mode}: {100 * extra['human_normalised']:.1f}% of human")
+        if len(extra["run_means"]) > 1:
+            console.print(f"{mode}: means of the repetitions: " + ", ".join(f"{m:.2f}" for m in extra["run_means"]))
+        if extra["truncated"]:
+            console.print(f"{mode}: {extra['truncated']} games were cut by the time limit")
+    console.print(f"written to {result['file']}", soft_wrap=True)

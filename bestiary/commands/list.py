@@ -1,0 +1,56 @@
+"""bestiary list [WHAT]: what there is to choose from."""
+
+import dataclasses
+
+from rich.console import Console
+from rich.table import Table
+
+from bestiary.errors import UserError
+from bestiary.presets import PRESETS
+from bestiary.suggest import did_you_mean
+
+KINDS = {"algos": "algo", "cores": "core", "envs": "env", "runtimes": "runtime"}
+
+
+def main(args: list[str]) -> int:
+    wanted = args or ["presets", *KINDS]
+    if wanted[0] in ("-h", "--help"):
+        print(f"usage: bestiary list [presets|{'|'.join(KINDS)}|games]")
+        return 0
+    for what in wanted:
+        if what not in ("presets", "games", *KINDS):
+            raise UserError(f"cannot list {what!r}: {did_you_mean(what, ['presets', *KINDS, 'games'])}")
+    for what in wanted:
+        _show(what)
+    return 0
+
+
+def _show(what: str) -> None:
+    table = Table(title=what, title_justify="left", box=None, padding=(0, 2))
+    if what == "games":
+        from bestiary.envs.atari import camel_case
+        from bestiary.extras import require
+
+        require("ale_py", "atari")
+        from ale_py import roms
+
+        print("\n".join(camel_case(rom) for rom in sorted(roms.get_all_rom_ids())))
+        return
+    if what == "presets":
+        table.add_column("name")
+        table.add_column("what it is")
+        for name, (_, text) in PRESETS.items():
+            table.add_row(name, text)
+    else:
+        from bestiary.commands.parse import load_plugins
+        from bestiary.experiment import family
+
+        load_plugins()
+        for column in ("name", "what it is", "settings"):
+            table.add_column(column)
+        for name, cls in family(KINDS[what]).items():
+            sentence = (cls.__doc__ or "").strip().splitlines()[0]
+            fields = ", ".join(f.name.replace("_", "-") for f in dataclasses.fields(cls))
+            table.add_row(f"{KINDS[what]}:{name}", sentence, fields or "-")
+    Console().print(table)
+    print()

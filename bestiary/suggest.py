@@ -1,0 +1,11 @@
+"""Help for a misspelt word."""
+
+import difflib
+from collections.abc import Iterable
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str | None = None) -> str:
+    """ "did you mean lstm?", or what there is to choose from."""
+    known = list(known)
+    near = difflib.get_close_matches(word, known, n=2, cutoff=0.6)
+    return f"did you mean {' or '.join(near)}?" if near else otherwise or f"there are: {', '.join(known)}"

@@ -1,0 +1,326 @@
+"""The contract of memory, for every core in the union: new ones are tested for free."""
+
+import dataclasses
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bestiary.cores import Lstm
+from bestiary.cores.base import Core
+from bestiary.experiment import family
+from bestiary.types import State
+
+INPUT, HIDDEN = 6, 8
+T, B = 13, 5
+
+
+def small(cls: type) -> Any:
+    """A core's configuration, narrow where it can be; one that refuses a width of eight keeps its own."""
+    if "hidden" not in {f.name for f in dataclasses.fields(cls)}:
+        return cls()
+    try:
+        return cls(hidden=HIDDEN)
+    except ValueError:
+        return cls()
+
+
+CONFIGS = {name: small(cls) for name, cls in family("core").items()} | {"lstm-2": Lstm(hidden=HIDDEN, layers=2)}
+
+
+@pytest.fixture(params=CONFIGS.values(), ids=CONFIGS.keys())
+def core(request) -> Core:
+    return request.param.build(INPUT).double()
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def borders(density: float, seed: int = 1, rows: int = T) -> Tensor:
+    """Random starts of episodes; 0: none, 1: everywhere, which is padding."""
+    return torch.rand(rows, B, generator=torch.Generator().manual_seed(seed)) < density
+
+
+def lived_in(core: Core, seed: int = 2) -> State:
+    """A memory that has seen something: what is left after some random rows."""
+    with torch.no_grad():
+        _, state = core(normal(4, B, INPUT, seed=seed), borders(0, rows=4), core.initial_state(B))
+    return tuple(s.clone() for s in state)
+
+
+def pick(state: State, rows: slice) -> State:
+    return tuple(s[rows] for s in state)
+
+
+def in_pieces(core: Core, x: Tensor, is_first: Tensor, state: State, cuts: list[int]) -> tuple[Tensor, State]:
+    outputs = []
+    for start, stop in pairwise([0, *cuts, len(x)]):
+        y, state = core(x[start:stop], is_first[start:stop], state)
+        outputs.append(y)
+    return torch.cat(outputs), state
+
+
+def assert_same(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], what: str) -> None:
+    assert len(actual) == len(expected), what
+    for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
+        torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-11, msg=lambda m, i=i: f"{what} {i}: {m}")
+
+
+def assert_same_memory(core: Core, actual: State, expected: State) -> None:
+    """Memories are the same if nothing that follows can tell them apart."""
+    x = normal(4, len(actual[0]), INPUT, seed=40) if actual else normal(4, 1, INPUT, seed=40)
+    nowhere = torch.zeros(x.shape[:2], dtype=torch.bool)
+    assert_same((core(x, nowhere, actual)[0],), (core(x, nowhere, expected)[0],), "what a memory leads to")
+
+
+class Learnt:
+    """Everything a chunk gives: outputs, final memory, and the gradients of a random function of both."""
+
+    def __init__(self, core: Core, x: Tensor, is_first: Tensor, state: State, cuts: list[int]) -> None:
+        x = x.clone().requires_grad_()
+        state = tuple(s.clone().requires_grad_(s.is_floating_point()) for s in state)
+        self.output, self.state = in_pieces(core, x, is_first, state, cuts)
+        told = [self.output, *(s for s in self.state if s.is_floating_point())]
+        loss = sum((y * normal(*y.shape, seed=50 + i)).sum() for i, y in enumerate(told))
+        wanted = [x, *(s for s in state if s.is_floating_point()), *core.parameters()]
+        gradients = torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
+        count = len(wanted) - 1 - len(list(core.parameters()))
+        self.input_gradient = gradients[0]
+        self.state_gradient = gradients[1 : 1 + count]
+        self.parameter_gradient = gradients[1 + count :]
+
+    def assert_equals(self, other: "Learnt") -> None:
+        assert_same((self.output,), (other.output,), "output")
+        assert_same(self.state, other.state, "final state")
+        assert_same((self.input_gradient,), (other.input_gradient,), "gradient into the input")
+        assert_same(self.state_gradient, other.state_gradient, "gradient into the initial state")
+        assert_same(self.parameter_gradient, other.parameter_gradient, "gradient into parameter")
+
+
+def test_shapes_are_as_promised(core):
+    state = core.initial_state(B)
+    y, after = core(normal(T, B, INPUT, seed=0), borders(0.2), state)
+    assert y.shape == (T, B, core.width)
+    assert y.dtype == torch.float64
+    assert [(s.shape, s.dtype) for s in after] == [(s.shape, s.dtype) for s in state]
+    assert all(s.shape[0] == B for s in state)
+
+
+@pytest.mark.parametrize("density", [0, 0.25, 1])
+@pytest.mark.parametrize("cuts", [[1], [6], [12], [4, 5, 9], list(range(1, T))], ids=str)
+def test_one_chunk_equals_its_pieces_down_to_row_by_row(core, cuts, density):
+    x, is_first, state = normal(T, B, INPUT, seed=3), borders(density), lived_in(core)
+    Learnt(core, x, is_first, state, cuts).assert_equals(Learnt(core, x, is_first, state, []))
+
+
+def test_a_chunk_does_not_change_its_arguments(core):
+    x, is_first, state = normal(T, B, INPUT, seed=3), borders(0.25), lived_in(core)
+    before = [a.clone() for a in (x, is_first, *state)]
+    core(x, is_first, state)
+    assert all(torch.equal(a, b) for a, b in zip((x, is_first, *state), before, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_memory_forgets_exactly_where_episodes_start(core, seed):
+    x, is_first, state = normal(T, B, INPUT, seed=4), borders(0.3, seed), lived_in(core)
+    y, after = core(x, is_first, state)
+    for b in range(B):
+        starts = [0, *(t for t in range(1, T) if is_first[t, b]), T]
+        for start, stop in pairwise(starts):
+            carried = start == 0 and not is_first[0, b]
+            before = pick(state, slice(b, b + 1)) if carried else core.initial_state(1)
+            nothing_starts = torch.zeros(stop - start, 1, dtype=torch.bool)
+            alone, left = core(x[start:stop, b : b + 1], nothing_starts, before)
+            assert_same((y[start:stop, b : b + 1],), (alone,), f"stream {b}, rows {start} to {stop}:")
+        assert_same_memory(core, pick(after, slice(b, b + 1)), left)
+
+
+def test_no_gradient_crosses_the_start_of_an_episode(core):
+    start = 7
+    is_first = borders(0)
+    is_first[start] = True
+    x = normal(T, B, INPUT, seed=5).requires_grad_()
+    y, _ = core(x, is_first, lived_in(core))
+    (gradient,) = torch.autograd.grad(y[start:].square().sum(), x)
+    assert not gradient[:start].any()
+    assert gradient[start:].any()
+
+
+def test_an_initial_state_is_what_a_start_leaves_of_any_memory(core):
+    x, nowhere = normal(T, B, INPUT, seed=6), borders(0)
+    opened = nowhere.clone()
+    opened[0] = True
+    fresh = core(x, nowhere, core.initial_state(B))
+    reset = core(x, opened, lived_in(core))
+    assert_same((reset[0],), (fresh[0],), "output")
+    assert_same_memory(core, reset[1], fresh[1])
+
+
+def test_a_core_remembers_if_it_has_a_memory_and_only_then(core):
+    x = normal(T, B, INPUT, seed=7)
+    other = x.clone()
+    other[0] += 1
+    state = core.initial_state(B)
+    y, changed = core(x, borders(0), state)[0], core(other, borders(0), state)[0]
+    remembers = (y - changed)[-1].abs().amax(-1) > 1e-12
+    assert remembers.tolist() == [len(state) > 0] * B
+
+
+def test_gradient_flows_into_a_carried_memory_and_not_into_a_forgotten_one(core):
+    is_first = borders(0)
+    is_first[0, ::2] = True
+    state = tuple(s.requires_grad_(s.is_floating_point()) for s in lived_in(core))
+    leaves = [s for s in state if s.is_floating_point()]
+    x = normal(T, B, INPUT, seed=8).requires_grad_()
+    y, _ = core(x, is_first, state)
+    _, *gradients = torch.autograd.grad(y.square().sum(), [x, *leaves], allow_unused=True, materialize_grads=True)
+    reached = torch.zeros(B, dtype=torch.bool)
+    for gradient in gradients:
+        reached |= gradient.flatten(1).any(1)
+    assert reached.tolist() == [bool(leaves) and not first for first in is_first[0]]
+
+
+def test_batch_rows_do_not_mix(core):
+    x, is_first, state = normal(T, B, INPUT, seed=9), borders(0.25), lived_in(core)
+    y, after = core(x, is_first, state)
+    for b in range(B):
+        one = slice(b, b + 1)
+        alone, left = core(x[:, one], is_first[:, one], pick(state, one))
+        assert_same((y[:, one],), (alone,), f"output of stream {b}")
+        assert_same(pick(after, one), left, f"memory of stream {b}")
+
+
+def test_a_stream_does_not_notice_its_neighbours(core):
+    x, is_first, state = normal(T, B, INPUT, seed=9), borders(0.25), lived_in(core)
+    others = torch.arange(B) != 2
+    changed_x, changed_first = x.clone(), is_first.clone()
+    changed_x[:, others] *= 100
+    changed_first[:, others] = borders(0.5, seed=77)[:, others]
+    changed_state = tuple(
+        torch.where(others.view(-1, *[1] * (s.dim() - 1)), t, s)
+        for s, t in zip(state, lived_in(core, seed=78), strict=True)
+    )
+    y, after = core(x, is_first, state)
+    y2, after2 = core(changed_x, changed_first, changed_state)
+    assert_same((y2[:, 2],), (y[:, 2],), "output")
+    assert_same(pick(after2, slice(2, 3)), pick(after, slice(2, 3)), "memory")
+
+
+def test_gradients_do_not_mix_streams(core):
+    x = normal(T, B, INPUT, seed=10).requires_grad_()
+    y, _ = core(x, borders(0.25), lived_in(core))
+    (gradient,) = torch.autograd.grad(y[:, 1].square().sum(), x)
+    touched = gradient.abs().amax((0, 2)) > 0
+    assert touched.tolist() == [False, True, False, False, False]
+
+
+@pytest.mark.parametrize("density", [0, 0.25])
+def test_every_parameter_is_trained(core, density):
+    x = normal(T, B, INPUT, seed=11).requires_grad_()
+    y, _ = core(x, borders(density), lived_in(core))
+    (y * normal(*y.shape, seed=12)).sum().backward()
+    untrained = [name for name, p in core.named_parameters() if p.grad is None or not p.grad.any()]
+    assert untrained == []
+    assert x.grad.any()
+
+
+def test_acting_and_learning_may_use_float32_too(core):
+    core = core.float()
+    x, is_first = normal(T, B, INPUT, seed=13).float(), borders(0.25)
+    y, state = in_pieces(core, x, is_first, core.initial_state(B), list(range(1, T)))
+    whole, final = core(x, is_first, core.initial_state(B))
+    assert whole.dtype == torch.float32
+    torch.testing.assert_close(whole, y, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(final, state, rtol=1e-4, atol=1e-5)
+
+
+def lstm_loop(rnn: nn.LSTM, x: Tensor, is_first: Tensor, state: State) -> tuple[Tensor, State]:
+    """The obvious LSTM: row by row, stream by stream, emptied at every start."""
+    columns, finals = [], []
+    for b in range(x.shape[1]):
+        h, c = (s[b][:, None] for s in state)  # [layers, 1, hidden]
+        rows = []
+        for t in range(len(x)):
+            if is_first[t, b]:
+                h, c = torch.zeros_like(h), torch.zeros_like(c)
+            y, (h, c) = rnn(x[t, b][None, None], (h, c))
+            rows.append(y[0, 0])
+        columns.append(torch.stack(rows))
+        finals.append((h[:, 0], c[:, 0]))
+    return torch.stack(columns, 1), tuple(torch.stack(leaf) for leaf in zip(*finals, strict=True))
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("density", [0, 0.25, 1])
+def test_the_lstm_is_a_loop_over_its_cell(layers, density):
+    core = Lstm(hidden=HIDDEN, layers=layers).build(INPUT).double()
+    x, is_first = normal(T, B, INPUT, seed=20), borders(density)
+    state = tuple(normal(B, layers, HIDDEN, seed=21 + i) for i in range(2))
+    y, final = core(x, is_first, state)
+    slow, slow_final = lstm_loop(core.rnn, x, is_first, state)
+    assert_same((y,), (slow,), "output")
+    assert_same(final, slow_final, "final state")
+
+    weight = normal(*y.shape, seed=23)
+    fast_gradient = torch.autograd.grad((y * weight).sum(), list(core.parameters()))
+    slow_gradient = torch.autograd.grad((slow * weight).sum(), list(core.parameters()))
+    assert_same(fast_gradient, slow_gradient, "gradient into parameter")
+
+
+def test_the_lstm_follows_its_equations():
+    core = Lstm(hidden=HIDDEN).build(INPUT).double()
+    x = normal(1, B, INPUT, seed=24)
+    h, c = normal(B, HIDDEN, seed=25), normal(B, HIDDEN, seed=26)
+    rnn = core.rnn
+    gates = x[0] @ rnn.weight_ih_l0.T + rnn.bias_ih_l0 + h @ rnn.weight_hh_l0.T + rnn.bias_hh_l0
+    i, f, g, o = gates.chunk(4, -1)
+    c_next = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    h_next = o.sigmoid() * c_next.tanh()
+    y, state = core(x, torch.zeros(1, B, dtype=torch.bool), (h[:, None], c[:, None]))
+    assert_same((y[0], state[0][:, 0], state[1][:, 0]), (h_next, h_next, c_next), "output, h, c")
+
+
+def test_an_lstm_without_a_width_is_as_wide_as_its_input():
+    core = Lstm(hidden=None, layers=2).build(INPUT)
+    assert core.width == INPUT
+    assert [s.shape for s in core.initial_state(3)] == [(3, 2, INPUT)] * 2
+
+
+def test_a_feedforward_core_shows_what_it_is_shown():
+    core = family("core")["ff"]().build(INPUT)
+    x = normal(T, B, INPUT, seed=30)
+    y, state = core(x, borders(0.5), core.initial_state(B))
+    assert torch.equal(y, x)
+    assert state == ()
+    assert core.width == INPUT
+
+
+def test_an_lstm_of_no_size_is_refused():
+    with pytest.raises(ValueError, match=r"core\.layers=0 must be at least 1"):
+        Lstm(layers=0)
+    with pytest.raises(ValueError, match=r"core\.hidden=0 must be at least 1"):
+        Lstm(hidden=0)
+
+
+def test_a_chrono_lstm_starts_with_memory_for_as_many_rows():
+    # a forget gate of sigmoid(log k) = k / (k + 1) keeps about k rows, and the input gate lets in the rest
+    rows = 50
+    core = Lstm(hidden=400, layers=2, chrono=rows).build(INPUT)
+    for layer in range(2):
+        given, forget, cell, output = getattr(core.rnn, f"bias_ih_l{layer}").chunk(4)
+        assert torch.equal(given, -forget)
+        assert not getattr(core.rnn, f"bias_hh_l{layer}").any()
+        assert not cell.any()
+        assert not output.any()
+        span = forget.exp()
+        assert 1 <= span.min() < 3
+        assert rows - 4 < span.max() <= rows - 1
+        assert span.mean().item() == pytest.approx(rows / 2, rel=0.1)
+
+
+def test_a_chrono_of_less_than_two_rows_is_refused():
+    with pytest.raises(ValueError, match=r"core\.chrono=1 must be at least 2 rows"):
+        Lstm(chrono=1)

@@ -1,0 +1,271 @@
+"""What every environment promises, whoever wrote it."""
+
+import io
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from stories import PICTURE, Story, different_fields, random_actions, tell, tell_on
+
+from bestiary import tree
+from bestiary.config import kebab
+from bestiary.envs import Atari, Catch, Gym, Recall
+from bestiary.envs.world import World
+from bestiary.experiment import family
+from bestiary.seeding import EVAL, TRAIN
+from bestiary.types import Episode, Snapshot
+
+SLOTS, SEED = 2, 3
+AHEAD = 200  # rows that must agree after a restart
+
+
+class Case(NamedTuple):
+    env: Any
+    rows: int = 300  # enough for several episodes, and for AHEAD rows after one of them ended
+    name: str = ""
+
+    def __str__(self) -> str:
+        return "-".join(x for x in (kebab(type(self.env)), self.name) if x)
+
+    def make(self, num_envs: int = SLOTS, seed: int = SEED, stream: int = TRAIN) -> World:
+        return self.env.make(num_envs, seed, stream, 1)
+
+    @property
+    def life_loss(self) -> bool:
+        return getattr(self.env, "life_loss", False)
+
+
+SMALL = {
+    "recall": [Case(Recall(delay=3, cues=3))],
+    "catch": [Case(Catch(rows=5, columns=4))],
+    "gym": [
+        Case(Gym("CartPole-v1"), name="cartpole"),
+        Case(Gym("CartPole-v1", processes=True), name="processes"),
+        Case(Gym("MountainCar-v0"), rows=450, name="mountaincar"),
+        Case(Gym(PICTURE), name="picture"),
+    ],
+    "atari": [
+        Case(Atari("Pong"), rows=1150, name="pong"),
+        Case(Atari("Breakout"), rows=480, name="breakout"),
+        Case(Atari("Breakout", life_loss=False, sticky=0.25, time_limit_frames=560), rows=480, name="breakout-games"),
+    ],
+}
+# an environment nobody listed is tested with its own defaults
+CASES = [case for name, cls in family("env").items() for case in SMALL.get(name, [Case(cls())])]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def case(request: pytest.FixtureRequest) -> Case:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def story(case: Case) -> Iterator[Story]:
+    with closing(case.make()) as world:
+        yield tell(world, random_actions(world.spec.num_actions, case.rows, SLOTS))
+
+
+def through_a_file(snapshot: Snapshot) -> Snapshot:
+    file = io.BytesIO()
+    torch.save(snapshot, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def assert_goes_on(world: World, story: Story, at: int, rows: int = AHEAD) -> None:
+    """The world's next rows and reports are those that followed row `at`."""
+    ahead = tell_on(world, story.action[at : at + rows])
+    expected = tree.narrow(story.rows, 0, at + 1, len(ahead.action))
+    assert different_fields(ahead.rows, expected) == [], f"after row {at}"
+    assert ahead.episodes == story.episodes[at + 1 : at + 1 + rows], f"after row {at}"
+
+
+# -- rows -------------------------------------------------------------------------------------------------------
+
+
+def test_rows_look_as_the_spec_says(case: Case, story: Story):
+    T, rows, spec = case.rows + 1, story.rows, story.spec
+    assert rows.obs.shape == (T, SLOTS, *spec.obs_shape)
+    assert rows.obs.dtype == spec.obs_dtype
+    assert rows.prev_action.dtype == torch.int64
+    assert rows.reward.dtype == torch.float32
+    assert rows.is_first.dtype == rows.is_terminal.dtype == torch.bool
+    assert all(x.shape == (T, SLOTS) for x in rows[1:])
+    assert all(x[0].is_contiguous() for x in story.kept)
+
+
+def test_the_story_is_long_enough_to_test_anything(story: Story):
+    assert all(story.told(slot) for slot in range(SLOTS))
+    assert story.ends()[0] + AHEAD <= len(story.action)
+
+
+def test_every_slot_begins_with_a_first_row(story: Story):
+    assert story.rows.is_first[0].all()
+
+
+def test_nothing_led_to_a_first_row(story: Story):
+    first = story.rows.is_first
+    assert (story.rows.prev_action[first] == 0).all()
+    assert (story.rows.reward[first] == 0).all()
+
+
+def test_no_episode_ends_where_it_begins(story: Story):
+    assert not (story.rows.is_first & story.rows.is_terminal).any()
+    assert not (story.rows.is_first[:-1] & story.rows.is_first[1:]).any()
+
+
+def test_rows_tell_the_action_that_led_to_them(story: Story):
+    going = ~story.rows.is_first[1:]
+    assert story.rows.prev_action[1:][going].equal(story.action[going])
+
+
+def test_a_new_episode_follows_every_end_and_nothing_else(case: Case, story: Story):
+    begins = story.rows.is_first[1:]
+    reported = torch.zeros_like(begins)
+    cut = torch.zeros_like(begins)
+    for t, ended in enumerate(story.episodes[1:]):
+        for episode in ended:
+            reported[t, episode.slot] = True
+            cut[t, episode.slot] = episode.truncated
+    assert reported.equal(begins)
+    terminal = story.rows.is_terminal[:-1]
+    if case.life_loss:
+        assert (terminal | cut)[begins].all()
+    else:
+        assert (terminal | cut).equal(begins)
+
+
+def test_rows_told_earlier_do_not_change(story: Story):
+    assert different_fields(story.kept, story.rows) == []
+
+
+# -- books ------------------------------------------------------------------------------------------------------
+
+
+def slow_books(case: Case, story: Story, slot: int) -> list[tuple[int, Episode]]:
+    """Read a slot's rows one by one and write down its episodes."""
+    rows, frames = tree.map(lambda x: x[:, slot], story.rows), story.spec.frames_per_step
+    books, score, life, steps, lives = [], 0.0, 0.0, 0, []
+    for t in range(1, len(rows.reward)):
+        if rows.is_first[t]:
+            ended = bool(rows.is_terminal[t - 1])
+            if not (case.life_loss and ended):  # the life in progress when the game ended
+                lives.append(life)
+            books.append((t, Episode(slot, score, steps, steps * frames, tuple(lives), not ended)))
+            score, life, steps, lives = 0.0, 0.0, 0, []
+            continue
+        score += rows.reward[t].item()
+        life += rows.reward[t].item()
+        steps += 1
+        if case.life_loss and rows.is_terminal[t]:
+            lives.append(life)
+            life = 0.0
+    return books
+
+
+def test_the_books_agree_with_the_rows(case: Case, story: Story):
+    for slot in range(SLOTS):
+        told, slow = story.told(slot), slow_books(case, story, slot)
+        assert len(told) == len(slow) > 0
+        for (row, book), (slow_row, expected) in zip(told, slow, strict=True):
+            assert row == slow_row
+            assert book._replace(score=0, lives=()) == expected._replace(score=0, lives=())
+            assert book.score == pytest.approx(expected.score, rel=1e-5)
+            assert sum(book.lives) == pytest.approx(book.score)
+            if case.life_loss or len(book.lives) == 1:
+                assert book.lives == pytest.approx(expected.lives, rel=1e-5)
+
+
+# -- seeds ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def opening(story: Story) -> int:
+    """So many moves are enough to see a second episode begin, or to be sure of a difference."""
+    return min(story.ends()[0] + 20, 300)
+
+
+def test_the_same_seed_tells_the_same_story(case: Case, story: Story, opening: int):
+    with closing(case.make()) as world:
+        world.reset()
+        assert_goes_on(world, story, 0, opening)
+
+
+@pytest.mark.parametrize(("seed", "stream"), [(SEED + 1, TRAIN), (SEED, EVAL)], ids=["seed", "stream"])
+def test_another_seed_or_stream_tells_another_story(case: Case, story: Story, opening: int, seed: int, stream: int):
+    with closing(case.make(seed=seed, stream=stream)) as world:
+        other = tell(world, story.action[:opening])
+    for slot in range(SLOTS):
+        assert not other.rows.obs[:, slot].equal(story.rows.obs[: opening + 1, slot])
+
+
+def test_slots_tell_different_stories(case: Case, story: Story, opening: int):
+    with closing(case.make()) as world:
+        same = tell(world, story.action[:opening, :1].expand(-1, SLOTS).contiguous())
+    assert not same.rows.obs[:, 0].equal(same.rows.obs[:, 1])
+
+
+def test_a_slot_does_not_depend_on_the_batch_around_it(case: Case, story: Story, opening: int):
+    with closing(case.make(1)) as world:
+        alone = tell(world, story.action[:opening, :1])
+    assert different_fields(alone.rows, tree.map(lambda x: x[: opening + 1, :1], story.rows)) == []
+
+
+def test_a_reset_starts_the_same_story_again(case: Case, story: Story):
+    with closing(case.make()) as world, closing(case.make()) as restored:
+        world.reset()
+        tell_on(world, story.action[:9])
+        world.reset()
+        assert_goes_on(world, story, 0, 30)
+        restored.load_state_dict(through_a_file(world.state_dict()))
+        assert_goes_on(restored, story, 30, 30)
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------
+
+
+def moments(story: Story) -> dict[str, int]:
+    ends = [t for t in story.ends() if t + AHEAD <= len(story.action)]
+    return {
+        "at the beginning": 0,
+        "on the way": min(7, ends[0] // 2),
+        "on the last row of an episode, when its reset is pending": ends[0],
+        "on the first row of the next": ends[0] + 1,
+        "on the last row of a later one": ends[len(ends) // 2],
+    }
+
+
+def test_a_saved_world_goes_on_as_if_nothing_had_happened(case: Case, story: Story):
+    for at in sorted(set(moments(story).values())):
+        with closing(case.make()) as world:
+            world.load_state_dict(through_a_file(story.saved[at]))
+            assert_goes_on(world, story, at)
+
+
+def test_a_restored_world_saves_what_the_uninterrupted_one_saves(case: Case, story: Story):
+    at = story.ends()[0]
+    with closing(case.make()) as world:
+        world.load_state_dict(through_a_file(story.saved[at]))
+        assert same(world.state_dict(), story.saved[at])
+        for t in range(at, at + 3):
+            world.step(story.action[t])
+        assert same(world.state_dict(), story.saved[at + 3])
+
+
+def test_a_world_goes_on_from_what_it_loaded_last(case: Case, story: Story):
+    first = {k: t for k, t in moments(story).items() if "last row of an episode" in k}
+    with closing(case.make()) as world:
+        for at in (*first.values(), 0):
+            world.load_state_dict(through_a_file(story.saved[at]))
+        assert_goes_on(world, story, 0, 30)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equality of nested dicts and lists of numbers and tensors."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return a.equal(b) if isinstance(a, torch.Tensor) else a == b

@@ -1,0 +1,196 @@
+"""Any Gymnasium environment: what is refused, and that the rows are what the single environments say."""
+
+from contextlib import closing
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
+from stories import PICTURE, random_actions, tell
+
+from bestiary.envs import Gym
+from bestiary.seeding import EVAL, TRAIN, derive
+
+VECTOR = Box(-1, 1, (2,), np.float64)
+
+
+class Toy(gymnasium.Env):
+    """Whatever spaces a test needs; it breaks when told to."""
+
+    def __init__(self, observation: str = "vector", action: str = "two", breaks_at: int = 10**9) -> None:
+        self.observation_space = {
+            "vector": VECTOR,
+            "dict": Dict({"a": VECTOR}),
+            "discrete": Discrete(5),
+            "matrix": Box(-1, 1, (3, 3), np.float32),
+            "channels-first": Box(0, 255, (3, 6, 8), np.uint8),
+            "float-picture": Box(0, 1, (6, 8, 1), np.float64),
+        }[observation]
+        self.action_space = {
+            "two": Discrete(2),
+            "continuous": Box(-1, 1, (1,), np.float32),
+            "several": MultiDiscrete([2, 3]),
+            "from-one": Discrete(2, start=1),
+        }[action]
+        self.breaks_at = breaks_at
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict]:
+        super().reset(seed=seed)
+        self.observation_space.seed(seed)
+        self.t = 0
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
+        self.t += 1
+        if self.t >= self.breaks_at:
+            raise ArithmeticError("the toy broke")
+        return self.observation_space.sample(), 1.0, False, False, {}
+
+
+gymnasium.register("toys/Toy-v0", entry_point=Toy)
+
+
+def make(id: str = "toys/Toy-v0", num_envs: int = 1, stream: int = TRAIN, processes: bool = False, **kwargs: Any):
+    return Gym(id, kwargs, processes).make(num_envs, 0, stream, 1)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("id", "kwargs", "words"),
+    [
+        ("CartPol-v1", {}, ["'CartPol-v1'", "did you mean CartPole-v1"]),
+        ("MountainCar-v7", {}, ["'MountainCar-v7'", "MountainCar-v0"]),
+        ("LunarLander-v2", {}, ["'LunarLander-v2'", "LunarLander-v3"]),
+        ("toys/Tyo-v0", {}, ["'toys/Tyo-v0'", "toys/Toy-v0"]),
+        ("zzz/Nothing-v0", {}, ["'zzz/Nothing-v0'", "zzz"]),
+        ("no such thing", {}, ["'no such thing'"]),
+        ("", {}, ["''"]),
+        ("no_such_module:Toy-v0", {}, ["no_such_module"]),
+        ("Pendulum-v1", {}, ["Pendulum-v1", "Discrete actions"]),
+        ("toys/Toy-v0", {"action": "continuous"}, ["toys/Toy-v0", "Discrete actions"]),
+        ("toys/Toy-v0", {"action": "several"}, ["MultiDiscrete", "Discrete actions"]),
+        ("toys/Toy-v0", {"action": "from-one"}, ["from 1", "start at 0"]),
+        ("toys/Toy-v0", {"observation": "dict"}, ["Dict", "FlattenObservation"]),
+        ("toys/Toy-v0", {"observation": "discrete"}, ["Discrete(5)", "FlattenObservation"]),
+        ("toys/Toy-v0", {"observation": "matrix"}, ["(3, 3)", "rank 1"]),
+        ("FrozenLake-v1", {}, ["FrozenLake-v1", "Discrete(16)"]),
+        ("toys/Toy-v0", {"colour": "red"}, ["toys/Toy-v0", "env.kwargs", "colour"]),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+@pytest.mark.parametrize("processes", [False, True], ids=["here", "processes"])
+def test_what_cannot_be_played_is_refused_in_one_sentence(id: str, kwargs: dict, words: list[str], processes: bool):
+    with pytest.raises(ValueError, match=".") as refusal:
+        make(id, processes=processes, **kwargs)
+    sentence = str(refusal.value)
+    assert all(word in sentence for word in words), sentence
+    assert "\n" not in sentence
+
+
+# -- rows -------------------------------------------------------------------------------------------------------
+
+
+def to_channels_first(picture: np.ndarray) -> np.ndarray:
+    return np.moveaxis(picture, -1, 0) if picture.ndim == 3 and picture.shape[-1] in (1, 3) else picture
+
+
+@pytest.mark.parametrize("stream", [TRAIN, EVAL], ids=["train", "eval"])
+@pytest.mark.parametrize(
+    ("id", "kwargs"),
+    [
+        ("CartPole-v1", {}),
+        (PICTURE, {}),
+        ("toys/Toy-v0", {}),
+        ("toys/Toy-v0", {"observation": "channels-first"}),
+        ("toys/Toy-v0", {"observation": "float-picture"}),
+    ],
+    ids=["cartpole", "picture", "vector", "channels-first", "float-picture"],
+)
+def test_a_world_tells_what_its_environments_say(id: str, kwargs: dict, stream: int):
+    """Each slot against a plain environment, seeded by its address (seed, stream, slot, episode)."""
+    with closing(make(id, 2, stream, **kwargs)) as world:
+        story = tell(world, random_actions(world.spec.num_actions, 60, 2))
+    for slot in range(2):
+        env, episode = gymnasium.make(id, disable_env_checker=True, **kwargs), 0
+        obs, reward, terminated, ended = env.reset(seed=derive(0, stream, slot, 0))[0], 0.0, False, False
+        for t in range(61):
+            if t > 0 and ended:
+                episode += 1
+                obs, reward, terminated, ended = env.reset(seed=derive(0, stream, slot, episode))[0], 0.0, False, False
+            elif t > 0:
+                obs, reward, terminated, truncated, _ = env.step(story.action[t - 1, slot].item())
+                ended = terminated or truncated
+            expected = torch.from_numpy(to_channels_first(obs).copy()).to(story.spec.obs_dtype)
+            assert story.rows.obs[t, slot].equal(expected)
+            assert story.rows.reward[t, slot].item() == pytest.approx(float(reward))
+            assert story.rows.is_terminal[t, slot].item() == terminated
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "shape", "dtype"),
+    [
+        ({}, (2,), torch.float32),
+        ({"observation": "channels-first"}, (3, 6, 8), torch.uint8),
+        ({"observation": "float-picture"}, (1, 6, 8), torch.float32),
+    ],
+    ids=["vector", "channels-first", "float-picture"],
+)
+def test_channels_come_first_and_numbers_are_bytes_or_single_floats(kwargs: dict, shape: tuple, dtype: torch.dtype):
+    with closing(make(**kwargs)) as world:
+        assert world.spec.obs_shape == shape
+        assert world.spec.obs_dtype == world.reset().obs.dtype == dtype
+        assert world.spec.is_image == (len(shape) == 3)
+        assert world.spec.num_actions == 2
+
+
+def test_channels_last_pictures_become_channels_first():
+    with closing(make(PICTURE)) as world:
+        assert world.spec.obs_shape == (3, 6, 8)
+        picture = world.reset().obs[0]
+    env = gymnasium.make(PICTURE)
+    seen, _ = env.reset(seed=derive(0, TRAIN, 0, 0))
+    assert picture.permute(1, 2, 0).equal(torch.from_numpy(seen))
+
+
+@pytest.mark.parametrize("processes", [False, True], ids=["here", "processes"])
+def test_an_environment_that_breaks_breaks_the_step_with_its_own_error(processes: bool):
+    with closing(make(num_envs=2, processes=processes, breaks_at=3)) as world:
+        world.reset()
+        world.step(torch.zeros(2, dtype=torch.int64))
+        world.step(torch.zeros(2, dtype=torch.int64))
+        with pytest.raises(ArithmeticError, match="the toy broke"):
+            world.step(torch.zeros(2, dtype=torch.int64))
+
+
+def test_a_time_limit_is_not_an_end():
+    with closing(make("MountainCar-v0", 2)) as world:
+        story = tell(world, torch.ones(405, 2, dtype=torch.int64))  # without a push the car stays in its valley
+    assert not story.rows.is_terminal.any()
+    assert story.rows.is_first.any(1).nonzero().flatten().tolist() == [0, 201, 402]
+    for slot in range(2):
+        for row, episode in story.told(slot):
+            assert row in (201, 402)
+            assert (episode.steps, episode.score, episode.truncated) == (200, -200.0, True)
+
+
+def test_a_true_end_is_not_a_time_limit():
+    with closing(make("CartPole-v1", 2)) as world:
+        story = tell(world, torch.ones(100, 2, dtype=torch.int64))  # always to the right: the pole falls
+    assert story.rows.is_terminal.sum() >= 10
+    assert story.rows.is_terminal[:-1].equal(story.rows.is_first[1:])
+    assert not any(e.truncated for ended in story.episodes for e in ended)
+
+
+def test_processes_tell_the_same_story():
+    stories = []
+    for processes in (False, True):
+        with closing(make("CartPole-v1", 3, processes=processes)) as world:
+            stories.append(tell(world, random_actions(2, 80, 3)))
+    here, there = stories
+    assert all(a.equal(b) for a, b in zip(here.rows, there.rows, strict=True))
+    assert here.episodes == there.episodes
+    assert here.saved == there.saved

@@ -1,0 +1,361 @@
+"""V-trace against reference data, against the sum in the paper, and at the borders between episodes."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bestiary.algos.impala import Impala, ImpalaLearner
+from bestiary.ops.returns import VTrace, vtrace
+from bestiary.types import State, TimeStep, Trajectory, moves
+
+IMPORTANCE_CASES = [*(f"iw{i}" for i in range(11)), "f32_0", "f32_1"]
+LOGITS_CASES = ["logits0", "logits1"]
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+def load(data: Path, case: str) -> dict[str, Any]:
+    """The arrays of one case as tensors, its numbers as floats; a threshold of NaN means: do not clip."""
+    with np.load(data / "vtrace.npz") as z:
+        arrays = {k.removeprefix(f"{case}/"): z[k] for k in z.files if k.startswith(f"{case}/")}
+    out = {k: float(v) if v.ndim == 0 else torch.from_numpy(v) for k, v in arrays.items()}
+    for k in ("clip_rho", "clip_pg_rho"):
+        out[k] = None if np.isnan(out[k]) else out[k]
+    return out
+
+
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
+    """Unclipped weights reach large magnitudes: errors count relative to 1 + |value|."""
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    error = ((actual - expected).abs() / (1 + expected.abs())).max().item()
+    limit = TOLERANCE[expected.dtype] if tolerance is None else tolerance
+    assert error <= limit, f"off by {error:.2e}, allowed {limit:.0e}"
+
+
+def run_case(z: dict[str, Any]) -> VTrace:
+    return vtrace(
+        z["log_rhos"],
+        z["discounts"],
+        z["rewards"],
+        z["values"],
+        z["bootstrap_value"],
+        clip_rho=z["clip_rho"],
+        clip_pg_rho=z["clip_pg_rho"],
+    )
+
+
+def test_every_reference_case_is_tested(data):
+    with np.load(data / "vtrace.npz") as z:
+        assert sorted(z["cases"].tolist()) == sorted(IMPORTANCE_CASES + LOGITS_CASES)
+
+
+@pytest.mark.parametrize("case", IMPORTANCE_CASES + LOGITS_CASES)
+def test_vtrace_gives_the_reference_numbers(data, case):
+    z = load(data, case)
+    out = run_case(z)
+    assert_close(out.targets, z["vs"])
+    assert_close(out.advantages, z["pg_advantages"])
+
+
+def paper_sum(
+    log_rho: np.ndarray,
+    discount: np.ndarray,
+    reward: np.ndarray,
+    value: np.ndarray,
+    clip_rho: float,
+    clip_pg_rho: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Espeholt et al. 2018, eq. 1, term by term for one stream; `value` holds V(x_0) ... V(x_T).
+
+    v_s = V(x_s) + sum_{t=s}^{T-1} gamma^{t-s} (prod_{i=s}^{t-1} c_i) delta_t V
+    delta_t V = rho_t (r_t + gamma V(x_{t+1}) - V(x_t))
+    """
+    T = len(reward)
+    v = value.copy()  # v_T = V(x_T)
+    for s in range(T):
+        for t in range(s, T):
+            product = 1.0
+            for i in range(s, t):
+                product *= discount[i] * min(1.0, np.exp(log_rho[i]))
+            delta = min(clip_rho, np.exp(log_rho[t])) * (reward[t] + discount[t] * value[t + 1] - value[t])
+            v[s] += product * delta
+    advantage = np.zeros(T)
+    for s in range(T):
+        advantage[s] = min(clip_pg_rho, np.exp(log_rho[s])) * (reward[s] + discount[s] * v[s + 1] - value[s])
+    return v[:T], advantage
+
+
+@pytest.mark.parametrize(("clip_rho", "clip_pg_rho"), [(1.0, 1.0), (2.5, 1.7), (None, None), (0.4, None)])
+def test_vtrace_is_the_sum_in_the_paper(clip_rho, clip_pg_rho):
+    rng = np.random.default_rng(3)
+    T, B = 17, 6
+    log_rho = rng.normal(0, 1.5, (T, B))
+    discount = 0.97 * (rng.random((T, B)) > 0.15)
+    reward = rng.normal(size=(T, B))
+    value = rng.normal(size=(T + 1, B))
+    out = vtrace(
+        *(torch.from_numpy(x) for x in (log_rho, discount, reward, value[:-1], value[-1])),
+        clip_rho=clip_rho,
+        clip_pg_rho=clip_pg_rho,
+    )
+    for b in range(B):
+        v, advantage = paper_sum(
+            log_rho[:, b],
+            discount[:, b],
+            reward[:, b],
+            value[:, b],
+            np.inf if clip_rho is None else clip_rho,
+            np.inf if clip_pg_rho is None else clip_pg_rho,
+        )
+        assert_close(out.targets[:, b], torch.from_numpy(v))
+        assert_close(out.advantages[:, b], torch.from_numpy(advantage))
+
+
+def test_on_policy_targets_are_discounted_returns():
+    # rewards 1, 2, 4 and a bootstrap of 8 at a discount of 1/2: 4 + 4 = 8, 2 + 4 = 6, 1 + 3 = 4
+    zero = torch.zeros(3, 1)
+    reward = torch.tensor([[1.0], [2.0], [4.0]])
+    value = torch.tensor([[5.0], [-3.0], [7.0]])
+    out = vtrace(zero, zero + 0.5, reward, value, torch.tensor([8.0]))
+    assert out.targets[:, 0].tolist() == [4.0, 6.0, 8.0]
+    assert out.advantages[:, 0].tolist() == [-1.0, 9.0, 1.0]
+
+
+def test_targets_are_constants_to_the_gradient():
+    value = torch.randn(4, 2, requires_grad=True)
+    out = vtrace(*torch.randn(3, 4, 2), value, torch.randn(2))
+    assert not out.targets.requires_grad
+    assert not out.advantages.requires_grad
+
+
+class Stream:
+    """Rows of random experience in float64, with the values a critic gave to each."""
+
+    def __init__(self, is_first: Tensor, is_terminal: Tensor, seed: int = 0) -> None:
+        rng = torch.Generator().manual_seed(seed)
+        shape = is_first.shape
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=rng, dtype=torch.float64)
+
+        self.value = normal(*shape)
+        self.log_rho = normal(*shape)[:-1]
+        self.step = TimeStep(
+            obs=normal(*shape, 1),
+            prev_action=torch.zeros(shape, dtype=torch.int64),
+            reward=torch.where(is_first, 0, normal(*shape)),
+            is_first=is_first,
+            is_terminal=is_terminal,
+        )
+
+    def vtrace(self) -> VTrace:
+        m = moves(self.step, 0.9)
+        return vtrace(self.log_rho, m.discount, m.reward, self.value[:-1], self.value[-1], m.valid)
+
+    def episode(self, start: int, stop: int, b: int) -> VTrace:
+        """Rows start..stop-1 of stream b as if there were no others."""
+        m = moves(TimeStep(*(x[start:stop, b : b + 1] for x in self.step)), 0.9)
+        value = self.value[start:stop, b : b + 1]
+        return vtrace(self.log_rho[start : stop - 1, b : b + 1], m.discount, m.reward, value[:-1], value[-1])
+
+
+def flags(*rows: int) -> Tensor:
+    return torch.tensor(rows, dtype=torch.bool)[:, None]
+
+
+def test_a_time_limit_inside_a_chunk_bootstraps_from_the_last_observation():
+    s = Stream(flags(1, 0, 0, 0, 1, 0, 0), flags(0, 0, 0, 0, 0, 0, 0))
+    whole, first, second = s.vtrace(), s.episode(0, 4, 0), s.episode(4, 7, 0)
+    for joint, before, after in zip(whole, first, second, strict=True):
+        assert_close(joint[:3], before)
+        assert_close(joint[4:], after)
+
+    # by hand, the move into the last observation: one step and its value
+    rho = s.log_rho[2, 0].exp().clamp(max=1)
+    v = s.value[:, 0]
+    assert whole.targets[2, 0].item() == pytest.approx((v[2] + rho * (s.step.reward[3, 0] + 0.9 * v[3] - v[2])).item())
+
+
+def test_a_true_end_inside_a_chunk_bootstraps_from_nothing():
+    s = Stream(flags(1, 0, 0, 0, 1, 0, 0), flags(0, 0, 0, 1, 0, 0, 0))
+    whole = s.vtrace()
+    rho = s.log_rho[2, 0].exp().clamp(max=1)
+    v = s.value[:, 0]
+    assert whole.targets[2, 0].item() == pytest.approx((v[2] + rho * (s.step.reward[3, 0] - v[2])).item())
+    assert whole.advantages[2, 0].item() == pytest.approx((rho * (s.step.reward[3, 0] - v[2])).item())
+
+
+def test_where_there_is_no_move_the_target_is_the_value_itself():
+    s = Stream(flags(1, 0, 1, 1, 1, 0), flags(0, 0, 0, 0, 0, 0))
+    out = s.vtrace()
+    assert torch.equal(out.targets[1:4], s.value[1:4])
+
+
+def test_any_pattern_of_borders_equals_the_episodes_alone():
+    rng = torch.Generator().manual_seed(11)
+    T, B = 30, 8
+    is_first = torch.rand(T + 1, B, generator=rng) < 0.25
+    is_terminal = (torch.rand(T + 1, B, generator=rng) < 0.2) & ~is_first
+    s = Stream(is_first, is_terminal, seed=12)
+    whole = s.vtrace()
+    for b in range(B):
+        starts = [0, *(t for t in range(1, T + 1) if is_first[t, b]), T + 1]
+        for start, stop in pairwise(starts):
+            if stop - start < 2:
+                continue  # a single row tells of no move
+            alone = s.episode(start, stop, b)
+            for joint, single in zip(whole, alone, strict=True):
+                assert_close(joint[start : stop - 1, b : b + 1], single)
+
+
+def test_nothing_leaks_backwards_across_a_border():
+    is_first, is_terminal = flags(1, 0, 0, 1, 0, 0), flags(0, 0, 0, 0, 0, 0)
+    calm, wild = Stream(is_first, is_terminal), Stream(is_first, is_terminal)
+    wild.value[3:] *= 1e9
+    wild.log_rho[2:] += 50
+    wild.step.reward[4:] = 1e9
+    for x, y in zip(calm.vtrace(), wild.vtrace(), strict=True):
+        assert torch.equal(x[:2], y[:2])
+
+
+class Scripted(nn.Module):
+    """An agent that says what it was told to say: its outputs are its parameters."""
+
+    def __init__(self, logits: Tensor, value: Tensor) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(logits)
+        self.value = nn.Parameter(value)
+
+    def forward(self, step: TimeStep, state: State) -> tuple[Tensor, Tensor, State]:
+        return self.logits, self.value, state
+
+
+def with_last(x: Tensor) -> Tensor:
+    """One more row, whose content must not matter."""
+    return torch.cat([x, x[-1:]])
+
+
+def scripted_case(z: dict[str, Any], **settings: Any) -> tuple[ImpalaLearner, Scripted, Trajectory]:
+    """The moves of a reference case as T+1 rows, and a learner set to its numbers."""
+    T, B = z["actions"].shape
+    none = torch.zeros(1, B, dtype=torch.bool)
+    step = TimeStep(
+        obs=torch.zeros(T + 1, B, 1),
+        prev_action=torch.cat([torch.zeros(1, B, dtype=torch.int64), z["actions"]]),
+        reward=torch.cat([torch.zeros(1, B, dtype=torch.float64), z["rewards"]]),
+        is_first=torch.zeros(T + 1, B, dtype=torch.bool),
+        is_terminal=torch.cat([none, z["done"]]),
+    )
+    aux = {"logits": with_last(z["behavior_logits"])}
+    trajectory = Trajectory(step, with_last(z["actions"]), aux, (), torch.zeros(B))
+    cfg = Impala(
+        discount=z["gamma"],
+        reward_clip="none",
+        baseline_cost=z["baseline_cost"],
+        entropy_cost=z["entropy_cost"],
+        clip_rho=z["clip_rho"],
+        clip_pg_rho=z["clip_pg_rho"],
+        **settings,
+    )
+    agent = Scripted(with_last(z["target_logits"]), torch.cat([z["values"], z["bootstrap_value"][None]]))
+    return ImpalaLearner(cfg, agent, total_steps=1), agent, trajectory  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", LOGITS_CASES)
+def test_the_learner_finds_the_reference_losses(data, case):
+    z = load(data, case)
+    learner, _, trajectory = scripted_case(z, reduction="sum")
+    loss, metrics = learner.loss(trajectory)
+    assert loss.item() == pytest.approx(z["total_loss"], rel=1e-10)
+    assert metrics["policy_loss"].item() == pytest.approx(z["pg_loss"], rel=1e-10)
+    assert metrics["baseline_loss"].item() == pytest.approx(z["baseline_cost"] * z["baseline_loss"], rel=1e-10)
+    assert metrics["entropy_loss"].item() == pytest.approx(z["entropy_cost"] * z["entropy_loss"], rel=1e-10)
+
+
+@pytest.mark.parametrize("case", LOGITS_CASES)
+def test_the_learner_finds_the_reference_gradients(data, case):
+    z = load(data, case)
+    learner, agent, trajectory = scripted_case(z, reduction="sum")
+    learner.loss(trajectory)[0].backward()
+    assert_close(agent.logits.grad[:-1], z["grad_target_logits"])
+    assert_close(agent.value.grad[:-1], z["grad_values"])
+
+
+@pytest.mark.parametrize("case", LOGITS_CASES)
+def test_the_last_row_is_bootstrapped_from_but_not_taught(data, case):
+    learner, agent, trajectory = scripted_case(load(data, case))
+    learner.loss(trajectory)[0].backward()
+    assert not agent.logits.grad[-1].any()
+    assert not agent.value.grad[-1].any()
+
+
+def test_the_mean_is_the_sum_over_the_number_of_moves(data):
+    z = load(data, "logits0")
+    summed, averaged = scripted_case(z, reduction="sum"), scripted_case(z, reduction="mean")
+    sums, means = summed[0].loss(summed[2])[1], averaged[0].loss(averaged[2])[1]
+    for name in ("loss", "policy_loss", "baseline_loss", "entropy_loss"):
+        assert means[name].item() == pytest.approx(sums[name].item() / z["actions"].numel(), rel=1e-12)
+
+
+def with_border(t: Trajectory, row: int) -> Trajectory:
+    """The same rows, with an episode starting at `row` in every stream."""
+    is_first = t.step.is_first.clone()
+    is_first[row] = True
+    return t._replace(step=t.step._replace(is_first=is_first))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_rows_that_lead_into_another_episode_teach_nothing(data, reduction):
+    learner, agent, trajectory = scripted_case(load(data, "logits0"), reduction=reduction)
+    learner.loss(with_border(trajectory, 5))[0].backward()
+    taught = agent.logits.grad.abs().sum((1, 2)) > 0
+    assert taught.tolist() == [True] * 4 + [False] + [True] * 7 + [False]
+    assert not agent.value.grad[4].any()
+
+
+def test_the_loss_of_two_episodes_is_the_sum_of_their_losses(data):
+    learner, agent, trajectory = scripted_case(load(data, "logits0"), reduction="sum")
+    whole = learner.loss(with_border(trajectory, 5))[0].item()
+    apart = 0.0
+    for rows in (slice(0, 5), slice(5, None)):
+        part = Scripted(agent.logits.detach()[rows], agent.value.detach()[rows])
+        step = TimeStep(*(x[rows] for x in trajectory.step))
+        aux = {"logits": trajectory.aux["logits"][rows]}
+        t = Trajectory(step, trajectory.action[rows], aux, (), trajectory.version)
+        apart += ImpalaLearner(learner.cfg, part, 1).loss(t)[0].item()  # type: ignore[arg-type]
+    assert whole == pytest.approx(apart, rel=1e-12)
+
+
+def all_padding(t: Trajectory) -> Trajectory:
+    return t._replace(step=t.step._replace(is_first=torch.ones_like(t.step.is_first)))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_a_batch_of_padding_teaches_nothing(data, reduction):
+    learner, agent, trajectory = scripted_case(load(data, "logits0"), reduction=reduction)
+    loss, _ = learner.loss(all_padding(trajectory))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert not agent.logits.grad.any()
+    assert not agent.value.grad.any()
+
+
+def test_a_batch_of_padding_does_not_poison_the_running_means(data):
+    # metrics are added up over updates: one that is not a number would hide all the others
+    learner, _, trajectory = scripted_case(load(data, "logits0"))
+    _, metrics = learner.loss(all_padding(trajectory))
+    assert [name for name, value in metrics.items() if not torch.isfinite(value)] == []
+
+
+def test_the_learner_clips_rewards_as_it_was_told(data):
+    z = load(data, "logits1")
+    by_hand, _, clipped = scripted_case({**z, "rewards": z["rewards"].clamp(-1, 1)})
+    learner, agent, trajectory = scripted_case(z)
+    learner = ImpalaLearner(Impala(**{**vars(learner.cfg), "reward_clip": "abs_one"}), agent, 1)  # type: ignore
+    assert (z["rewards"].abs() > 1).any()
+    assert learner.loss(trajectory)[0].item() == pytest.approx(by_hand.loss(clipped)[0].item(), rel=1e-12)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 if TYPE_CHECKING:
-    from bestiary.evaluate import evaluate
+    from bestiary.evaluation import evaluate
     from bestiary.experiment import Experiment, register
     from bestiary.presets import preset
     from bestiary.run import Run
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _HOME = {  # imported when first used, so that `import bestiary` is quick
     "Experiment": "bestiary.experiment",
     "Run": "bestiary.run",
-    "evaluate": "bestiary.evaluate",
+    "evaluate": "bestiary.evaluation",
     "iterate": "bestiary.training",
     "preset": "bestiary.presets",
     "register": "bestiary.experiment",

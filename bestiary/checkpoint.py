@@ -24,6 +24,10 @@ class BadCheckpoint(UserError):
     pass
 
 
+class NotSaved(UserError):
+    pass
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     weights: dict[str, torch.Tensor]
@@ -47,7 +51,8 @@ def save(path: Path, weights: dict[str, torch.Tensor], trainer: Snapshot, meta: 
         _replace(aside, path)
     except (OSError, SafetensorError, RuntimeError) as e:  # torch reports a full disk as RuntimeError
         shutil.rmtree(aside, ignore_errors=True)
-        raise OSError(f"could not write checkpoint {path}: {str(e).splitlines()[0]}") from e
+        reason = str(e).splitlines()[0]
+        raise NotSaved(f"could not write checkpoint {path} ({reason}); earlier checkpoints are intact") from e
 
 
 def _replace(new: Path, path: Path) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import re
 import types
 import typing
+from decimal import Decimal
 from typing import Annotated, Any
 
 import tyro
@@ -26,11 +27,11 @@ def members(hint: Any) -> tuple[type, ...]:
 
 def parse_count(text: str) -> int:
     """A whole number as people write it: 200, 50M, 1.5k, 1e6."""
-    match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:e[0-9]+)?)([kKmMbBgG]?)", text.strip())
+    match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][0-9]{1,2})?)([kKmMbBgG]?)", text.strip())
     if match:
         scale = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}[match[2].lower()]
-        value = float(match[1].replace("_", "")) * scale
-        if value == int(value):
+        value = Decimal(match[1].replace("_", "")) * scale
+        if value == value.to_integral_value():
             return int(value)
     raise UserError(f"{text!r} is not a whole number; write it like 1000000, 1M or 1e6")
 
@@ -73,11 +74,34 @@ def encode(value: Any) -> Any:
     return value
 
 
+def fits(hint: Any, value: Any) -> bool:
+    """Whether a plain value (number, text, None, or a tuple or dict of them) is of the declared type."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return fits(args[0], value)
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(arg, value) for arg in args)
+    if origin is typing.Literal:
+        return value in args
+    if origin is tuple:
+        return isinstance(value, tuple) and all(fits(args[0], v) for v in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(fits(args[1], v) for v in value.values())
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return value is None if hint in (None, type(None)) else isinstance(hint, type) and isinstance(value, hint)
+
+
 def decode(hint: Any, data: Any, where: str = "experiment") -> Any:
     """The inverse of `encode`, guided by the declared type. What does not fit is refused by name."""
     known = members(hint)
-    if not known:
-        return tuple(data) if isinstance(data, list) else data
+    if not known or (data is None and fits(hint, None)):
+        value = tuple(data) if isinstance(data, list) else data
+        if not fits(hint, value):
+            raise UserError(f"{where} cannot be {value!r}")
+        return value
     if not isinstance(data, dict):
         raise UserError(f"{where} should be an object with a kind, not {data!r}")
     by_name = {kebab(cls): cls for cls in known}

@@ -75,8 +75,8 @@ class Experiment:
     def __post_init__(self) -> None:
         if self.frames < 1:
             raise UserError(f"frames={self.frames} must be at least 1")
-        if self.seed < 0:
-            raise UserError(f"seed={self.seed} must not be negative")
+        if not 0 <= self.seed < 2**63:
+            raise UserError(f"seed={self.seed} must lie between 0 and 2**63 - 1")
         self.algo.replay(self.runtime.envs)  # refuses a batch that can never be filled
 
     def to_json(self) -> str:

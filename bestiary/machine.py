@@ -24,7 +24,8 @@ def keep_memory() -> bool:
     except (OSError, AttributeError):  # another C library
         return False
     settings = ((M_MMAP_THRESHOLD, 1 << 30), (M_TRIM_THRESHOLD, (1 << 31) - 1), (M_TOP_PAD, 64 << 20))
-    return all(mallopt(parameter, value) == 1 for parameter, value in settings)
+    accepted = [mallopt(parameter, value) == 1 for parameter, value in settings]
+    return all(accepted)
 
 
 def choose_device(name: str) -> torch.device:

@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bestiary.config import kebab
 from bestiary.cores.base import CoreConfig
 from bestiary.errors import UserError
 from bestiary.types import Spec, State, TimeStep
@@ -97,6 +99,8 @@ class Net:
     """feed the previous action (one-hot)"""
     prev_reward: bool = True
     """feed the previous reward, clamped to [-1, 1]"""
+    init: Literal["torch", "orthogonal"] = "torch"
+    """first weights of encoder and heads: PyTorch's, or orthogonal, which learns sooner from pictures"""
 
     def __post_init__(self) -> None:
         if self.frame_stack < 1:
@@ -106,16 +110,20 @@ class Net:
             raise UserError(f"net.encoder needs hidden-size and num-layers of at least 1, not {size} and {depth}")
 
 
+MIN_PIXELS = {Shallow: 36, Resnet: 1, SmallCnn: 3, Mlp: 1}
+
+
 def choose_encoder(encoder: EncoderConfig, spec: Spec) -> Shallow | Resnet | SmallCnn | Mlp:
+    pixels = min(spec.obs_shape[1:]) if spec.is_image else 0
     if isinstance(encoder, Auto):
-        if not spec.is_image:
-            return Mlp()
-        return Shallow() if min(spec.obs_shape[1:]) >= 36 else SmallCnn()
+        fitting = [cls for cls in (Shallow, SmallCnn) if pixels >= MIN_PIXELS[cls]]
+        return fitting[0]() if fitting else Mlp()
+    name = kebab(type(encoder))
     if not spec.is_image and not isinstance(encoder, Mlp):
-        name = type(encoder).__name__.lower()
         raise UserError(f"encoder {name} needs pictures, but {spec.name} shows a vector: use net.encoder:mlp")
-    if isinstance(encoder, Shallow) and min(spec.obs_shape[1:]) < 36:
-        raise UserError(f"encoder shallow needs at least 36x36 pixels, {spec.name} has {spec.obs_shape[1:]}: use mlp")
+    if spec.is_image and pixels < MIN_PIXELS[type(encoder)]:
+        least = MIN_PIXELS[type(encoder)]
+        raise UserError(f"encoder {name} needs at least {least} pixels a side, {spec.name} has {pixels}: use mlp")
     return encoder
 
 
@@ -151,6 +159,17 @@ class Encoder(nn.Module):
         for layer in self.layers:
             x = F.relu(layer(x))
         return x
+
+
+@torch.no_grad()
+def orthogonal(module: nn.Module, gain: float) -> None:
+    """Orthogonal weights and zero biases for every convolution and linear layer inside."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            # made contiguous first: the initialiser does not know channels_last
+            layer.weight.copy_(nn.init.orthogonal_(torch.empty(layer.weight.shape), gain))
+            if layer.bias is not None:
+                layer.bias.zero_()
 
 
 class FrameStack(nn.Module):
@@ -196,6 +215,8 @@ class Torso(nn.Module):
         self.num_actions = spec.num_actions
         self.stack = FrameStack(spec, net.frame_stack)
         self.encoder = Encoder(net.encoder, spec, net.frame_stack)
+        if net.init == "orthogonal":
+            orthogonal(self.encoder, gain=2**0.5)  # keeps the scale through ReLU
         self.core = core.build(self.encoder.width + net.prev_reward + net.prev_action * spec.num_actions)
         self.width = self.core.width
 

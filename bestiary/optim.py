@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from bestiary.errors import UserError
+
 
 class TensorflowRmsProp(torch.optim.Optimizer):
     """m <- alpha m + (1 - alpha) g^2, m_0 = 1;  b <- momentum b + lr g / sqrt(m + eps);  p <- p - b.
@@ -34,7 +36,16 @@ class TensorflowRmsProp(torch.optim.Optimizer):
 
 
 @dataclass(frozen=True)
-class RmsProp:
+class _Rates:
+    lr: float
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0:
+            raise UserError(f"optimizer.lr={self.lr} must be positive")
+
+
+@dataclass(frozen=True)
+class RmsProp(_Rates):
     """PyTorch's RMSProp: epsilon outside the root (MonoBeast, PolyBeast)."""
 
     lr: float = 4.8e-4
@@ -49,7 +60,7 @@ class RmsProp:
 
 
 @dataclass(frozen=True)
-class RmsPropTf:
+class RmsPropTf(_Rates):
     """TensorFlow's RMSProp: epsilon inside the root, second moment starts at one (the IMPALA paper)."""
 
     lr: float = 6e-4
@@ -62,7 +73,7 @@ class RmsPropTf:
 
 
 @dataclass(frozen=True)
-class Adam:
+class Adam(_Rates):
     lr: float = 1e-3
     beta1: float = 0.9
     beta2: float = 0.999

@@ -70,17 +70,19 @@ class Run:
         return sorted(p for p in (self.path / kind).glob("*") if re.fullmatch(r"\d+", p.name))
 
     def find(self, name: str | None = None) -> Path:
-        """A checkpoint by name: frames, "last" (default) or "best"."""
-        everything = [*self.saved("milestones"), *self.saved("best"), *self.saved()]
-        if name == "best":
-            everything = self.saved("best")
-        elif name not in (None, "last"):
-            everything = [p for p in everything if p.name == name.zfill(12)]
-        if not everything:
+        """A checkpoint by name: its frames, "last" (default) or "best"."""
+        trained = sorted([*self.saved("milestones"), *self.saved()], key=lambda p: p.name)
+        if name in (None, "last"):
+            found = trained
+        elif name == "best":
+            found = self.saved("best")
+        else:
+            found = [p for p in (*self.saved("best"), *trained) if p.name == name.zfill(12)]
+        if not found:
             what = "checkpoint" if name in (None, "last") else f"checkpoint {name!r}"
-            known = ", ".join(sorted({str(int(p.name)) for k in ("checkpoints", "milestones") for p in self.saved(k)}))
+            known = ", ".join(dict.fromkeys(str(int(p.name)) for p in trained))
             raise BadCheckpoint(f"{self.path} has no {what}" + (f"; it has: {known}" if known else ""))
-        return max(everything, key=lambda p: p.name) if name in (None, "last") else everything[-1]
+        return found[-1]
 
     def load(self, name: str | None = None) -> Checkpoint:
         """A checkpoint, or a sentence that says what is wrong with it and which other one is good."""
@@ -108,10 +110,12 @@ class Run:
         self._forget(self.saved()[:-keep])
         return path
 
+    def has_milestone(self, milestone: int) -> bool:
+        return (self.path / "milestones" / f"{milestone:012d}").exists()
+
     def save_milestone(self, milestone: int, frames: int, weights: dict[str, torch.Tensor], trainer: Snapshot) -> None:
         path = self.path / "milestones" / f"{milestone:012d}"
-        if not path.exists():
-            checkpoint.save(path, weights, trainer, {"frames": frames, "milestone": milestone})
+        checkpoint.save(path, weights, trainer, {"frames": frames, "milestone": milestone})
 
     def save_best(self, frames: int, score: float, weights: dict[str, torch.Tensor]) -> None:
         checkpoint.save(self.path / "best" / f"{frames:012d}", weights, {}, {"frames": frames, "score": score})

@@ -7,7 +7,9 @@ TRAIN, EVAL, ACTIONS, WEIGHTS = range(4)  # streams that must never meet
 
 def derive(*address: int) -> int:
     """A 31-bit seed for an address such as (seed, TRAIN, slot, episode)."""
-    return int(np.random.SeedSequence(address).generate_state(1)[0] & 0x7FFFFFFF)
+    # SeedSequence pads with zeros and splits large numbers: length and width make every address distinct
+    words = [len(address), *(word for part in address for word in (part & 0xFFFFFFFF, part >> 32))]
+    return int(np.random.SeedSequence(words).generate_state(1)[0] & 0x7FFFFFFF)
 
 
 def hash64(key: np.ndarray, *counters: int | np.ndarray) -> np.ndarray:

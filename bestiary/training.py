@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from bestiary.checkpoint import NotSaved
 from bestiary.config import encode
 from bestiary.display import Screen, Silent, View
 from bestiary.errors import UserError
-from bestiary.evaluate import evaluate_now
+from bestiary.evaluation import evaluate_now
 from bestiary.experiment import Experiment
 from bestiary.logs import Recorder
 from bestiary.run import Run, new_path
@@ -75,6 +76,8 @@ class Session:
         self.stop = stop
         existing = Run(path)
         saved = existing.load(checkpoint) if existing.saved() or checkpoint else None
+        if saved is not None and not saved.trainer:
+            raise UserError("the best checkpoint holds weights only; continue from another with --checkpoint FRAMES")
         self.runtime = experiment.runtime.start(experiment)  # refuses what cannot run, before anything is written
         try:
             self.run = Run.create(path, experiment)
@@ -144,7 +147,7 @@ class Session:
         if plan.evaluation.every and progress.frames - self.evaluated_at >= plan.evaluation.every:
             self._evaluate()
         for milestone in plan.checkpoint.milestones:
-            if self.runtime.frames >= milestone:
+            if self.runtime.frames >= milestone and not self.run.has_milestone(milestone):
                 self.run.save_milestone(milestone, self.runtime.frames, self.runtime.weights(), self._state())
         by_time = time.monotonic() - self.saved_at >= 60 * plan.checkpoint.minutes
         by_frames = plan.checkpoint.frames and progress.frames - self.saved_frames >= plan.checkpoint.frames
@@ -180,7 +183,7 @@ class Session:
         try:
             state = self._state(at_rest=False)
             self.run.save(self.runtime.frames, self.runtime.weights(), state, self.experiment.checkpoint.keep)
-        except OSError as e:
+        except NotSaved as e:
             self.screen.note(str(e))
 
     def _state(self, at_rest: bool = True) -> Snapshot:

@@ -253,7 +253,7 @@ def test_files_that_hold_no_experiment_are_refused(tmp_path):
     with pytest.raises(ValueError, match="cannot be read"):
         load_experiment(path)
     path.write_text('{"kind": "experiment", "frames": "many"}')
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match="frames cannot be"):
         load_experiment(path)
 
 

@@ -49,7 +49,7 @@ SMALL = {
     "atari": [
         Case(Atari("Pong"), rows=1150, name="pong"),
         Case(Atari("Breakout"), rows=480, name="breakout"),
-        Case(Atari("Breakout", life_loss=False, sticky=0.25, time_limit_frames=560), rows=480, name="breakout-games"),
+        Case(Atari("Breakout", life_loss=False, sticky=0.25, time_limit_frames=400), rows=310, name="breakout-games"),
     ],
 }
 # an environment nobody listed is tested with its own defaults
@@ -98,7 +98,7 @@ def test_rows_look_as_the_spec_says(case: Case, story: Story):
 
 def test_the_story_is_long_enough_to_test_anything(story: Story):
     assert all(story.told(slot) for slot in range(SLOTS))
-    assert story.ends()[0] + AHEAD <= len(story.action)
+    assert story.ends()[0] + AHEAD < len(story.action)
 
 
 def test_every_slot_begins_with_a_first_row(story: Story):
@@ -226,38 +226,24 @@ def test_a_reset_starts_the_same_story_again(case: Case, story: Story):
 # -- checkpoints ------------------------------------------------------------------------------------------------
 
 
-def moments(story: Story) -> dict[str, int]:
-    ends = [t for t in story.ends() if t + AHEAD <= len(story.action)]
-    return {
-        "at the beginning": 0,
-        "on the way": min(7, ends[0] // 2),
-        "on the last row of an episode, when its reset is pending": ends[0],
-        "on the first row of the next": ends[0] + 1,
-        "on the last row of a later one": ends[len(ends) // 2],
-    }
+def moments(story: Story) -> list[int]:
+    """The beginning, on the way, an episode's last row (its reset is pending), the first of the next, a later end."""
+    ends = [t for t in story.ends() if t + AHEAD < len(story.action)]
+    return sorted({0, min(7, ends[0] // 2), ends[0], ends[0] + 1, ends[len(ends) // 2]})
 
 
 def test_a_saved_world_goes_on_as_if_nothing_had_happened(case: Case, story: Story):
-    for at in sorted(set(moments(story).values())):
+    for at in moments(story):
         with closing(case.make()) as world:
             world.load_state_dict(through_a_file(story.saved[at]))
+            assert same(world.state_dict(), story.saved[at]), f"at row {at}"
             assert_goes_on(world, story, at)
-
-
-def test_a_restored_world_saves_what_the_uninterrupted_one_saves(case: Case, story: Story):
-    at = story.ends()[0]
-    with closing(case.make()) as world:
-        world.load_state_dict(through_a_file(story.saved[at]))
-        assert same(world.state_dict(), story.saved[at])
-        for t in range(at, at + 3):
-            world.step(story.action[t])
-        assert same(world.state_dict(), story.saved[at + 3])
+            assert same(world.state_dict(), story.saved[at + AHEAD]), f"after row {at}"
 
 
 def test_a_world_goes_on_from_what_it_loaded_last(case: Case, story: Story):
-    first = {k: t for k, t in moments(story).items() if "last row of an episode" in k}
     with closing(case.make()) as world:
-        for at in (*first.values(), 0):
+        for at in (story.ends()[0], 0):
             world.load_state_dict(through_a_file(story.saved[at]))
         assert_goes_on(world, story, 0, 30)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from bestiary.algos.base import Agent, Diverged
 from bestiary.cores.base import CoreConfig
 from bestiary.errors import UserError
-from bestiary.nets import Net, Torso
+from bestiary.nets import Net, Torso, orthogonal
 from bestiary.ops.policy import RewardClip, clip_reward, entropy, log_prob, sample
 from bestiary.ops.returns import vtrace
 from bestiary.optim import OptimizerConfig, RmsProp
@@ -23,6 +23,9 @@ class ImpalaAgent(Agent):
         self.torso = Torso(spec, net, core)
         self.policy = nn.Linear(self.torso.width, spec.num_actions)
         self.baseline = nn.Linear(self.torso.width, 1)
+        if net.init == "orthogonal":
+            orthogonal(self.policy, gain=0.01)  # nearly uniform at first
+            orthogonal(self.baseline, gain=1.0)
 
     def initial_state(self, batch_size: int) -> State:
         return self.torso.initial_state(batch_size)
@@ -70,9 +73,9 @@ class ImpalaLearner:
             cfg.clip_pg_rho,
         )
         weight = m.valid.to(value.dtype)  # rows that lead into another episode teach nothing
-        count = weight.sum()
+        count = weight.sum().clamp(min=1)
         if cfg.reduction == "mean":
-            weight = weight / count.clamp(min=1)
+            weight = weight / count
         policy_loss = -(weight * log_pi * v.advantages).sum()
         baseline_loss = 0.5 * (weight * (v.targets - value).square()).sum()
         entropies = entropy(logits)
@@ -158,7 +161,7 @@ class Impala:
             raise UserError(f"algo.grad-norm={self.grad_norm} must be positive")
 
     def replay(self, num_envs: int) -> Fifo:
-        return Fifo(self.batch_size, self.queue or 2 * num_envs)
+        return Fifo(self.batch_size, 2 * num_envs if self.queue is None else self.queue)
 
     def agent(self, spec: Spec, net: Net, core: CoreConfig) -> ImpalaAgent:
         return ImpalaAgent(spec, net, core)

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bestiary.commands.parse import load_plugins, parse
-from bestiary.evaluate import Mode, evaluate
+from bestiary.evaluation import Mode, evaluate
 
 
 @dataclass(frozen=True)

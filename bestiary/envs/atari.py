@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,7 +54,7 @@ class AtariWorld(World):
             stack_num=1,
             frameskip=cfg.frame_skip,
             maxpool=True,
-            noop_max=cfg.noop_max,
+            noop_max=cfg.noop_max + 1,  # ale-py draws from 0 to one below, and hangs at 0
             use_fire_reset=cfg.fire_reset,
             life_loss_info=cfg.life_loss,
             reward_clipping=False,
@@ -64,34 +65,42 @@ class AtariWorld(World):
         actions = int(self.env.single_action_space.n)  # type: ignore[attr-defined]
         super().__init__(Spec(camel_case(rom), (1, 84, 84), torch.uint8, actions, cfg.frame_skip), num_envs)
         self.address = (seed, stream)
+        self.wants_noops = cfg.noop_max > 0
         self._game = np.zeros(num_envs, np.int64)
         self._journal = [bytearray() for _ in range(num_envs)]
         self._clock = np.zeros(num_envs, np.int64)
 
-    def _seeds(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        return np.array([derive(*self.address, int(s), int(self._game[s])) for s in slots], np.int64)
+    def _seeds(self, mask: NDArray[np.bool_]) -> NDArray[np.int64]:
+        return np.array([derive(*self.address, int(s), int(self._game[s])) for s in np.flatnonzero(mask)], np.int64)
+
+    def _open_games(self, mask: NDArray[np.bool_]) -> tuple[NDArray[np.uint8], dict[str, Any]]:
+        """Start the numbered games; one that would start without a no-op is passed over."""
+        while True:
+            obs, info = self.env.reset(seed=self._seeds(mask), options={"reset_mask": mask})
+            mask = mask & (info["episode_frame_number"] == 0) & self.wants_noops
+            if not mask.any():
+                return obs, info
+            self._game += mask
 
     def _start(self) -> Raw:
+        everyone = np.ones(self.num_envs, bool)
         self._game[:] = 0
-        everyone = np.arange(self.num_envs)
-        obs, info = self.env.reset(seed=self._seeds(everyone))
+        self.env.reset(seed=0)  # the first reset must be of all
+        obs, info = self._open_games(everyone)
         for journal in self._journal:
             journal.clear()
         self._clock = info["episode_frame_number"].copy()
-        none = np.zeros(self.num_envs, bool)
-        return Raw(obs, np.zeros(self.num_envs), none, none, ~none, info["lives"])
+        return Raw(obs, np.zeros(self.num_envs), ~everyone, ~everyone, everyone, info["lives"])
 
     def _advance(self, action: NDArray[np.int64]) -> Raw:
         obs, reward, terminated, truncated, info = self.env.step(action)
-        clock = info["episode_frame_number"]
-        is_first = clock < self._clock  # the frame counter restarts with a game, never with a life
+        is_first = info["episode_frame_number"] < self._clock  # restarts with a game, never with a life
         for slot, chosen in enumerate(action.tolist()):
             self._journal[slot].append(chosen)
         if is_first.any():
-            slots = np.flatnonzero(is_first)
-            self._game[slots] += 1
-            obs, info = self.env.reset(seed=self._seeds(slots), options={"reset_mask": is_first})
-            for slot in slots:
+            self._game += is_first
+            obs, info = self._open_games(is_first)
+            for slot in np.flatnonzero(is_first):
                 self._journal[slot].clear()
         self._clock = info["episode_frame_number"].copy()
         return Raw(obs, reward, terminated, truncated, is_first, info["lives"])
@@ -107,18 +116,15 @@ class AtariWorld(World):
         self._game = np.array(state["game"], np.int64)
         self._journal = [bytearray() if j is None else bytearray(j.numpy().tobytes()) for j in state["journal"]]
         lengths = np.array([len(j) for j in self._journal])
-        everyone = np.arange(self.num_envs)
-        _, info = self.env.reset(seed=self._seeds(everyone))
-        for t in range(int(lengths.max())):
-            at = t - (lengths.max() - lengths)
-            late = at == 0
-            if t > 0 and late.any():
-                self.env.reset(seed=self._seeds(np.flatnonzero(late)), options={"reset_mask": late})
-            action = np.array([j[k] if k >= 0 else 0 for j, k in zip(self._journal, at, strict=True)], np.int64)
-            _, _, _, _, info = self.env.step(action)
-        empty = lengths == 0
-        if lengths.max() > 0 and empty.any():
-            _, info = self.env.reset(seed=self._seeds(np.flatnonzero(empty)), options={"reset_mask": empty})
+        longest = int(lengths.max())
+        _, info = self.env.reset(seed=0)
+        for t in range(longest + 1):
+            at = t - (longest - lengths)  # which of its own moves each slot is at
+            if (at == 0).any():
+                _, info = self.env.reset(seed=self._seeds(at == 0), options={"reset_mask": at == 0})
+            if t < longest:
+                moves = [j[k] if k >= 0 else 0 for j, k in zip(self._journal, at, strict=True)]
+                _, _, _, _, info = self.env.step(np.array(moves, np.int64))
         self._clock = info["episode_frame_number"].copy()
 
     def close(self) -> None:
@@ -138,6 +144,7 @@ class Atari:
     full_actions: bool = False
     """all 18 actions instead of those the game uses"""
     noop_max: int = 30
+    """a game starts with 1 to so many no-ops, in frames"""
     fire_reset: bool = True
     frame_skip: int = 4
     time_limit_frames: int = 108_000
@@ -145,8 +152,10 @@ class Atari:
     def __post_init__(self) -> None:
         if not 0 <= self.sticky < 1:
             raise UserError(f"env.sticky={self.sticky} is a probability below 1")
-        if self.frame_skip < 1 or self.time_limit_frames < 1 or self.noop_max < 0:
-            raise UserError("env.frame-skip and env.time-limit-frames must be at least 1, env.noop-max at least 0")
+        if self.frame_skip < 1 or self.noop_max < 0:
+            raise UserError("env.frame-skip must be at least 1 and env.noop-max at least 0")
+        if self.time_limit_frames <= self.noop_max + 2 * self.frame_skip:
+            raise UserError(f"env.time-limit-frames={self.time_limit_frames} leaves no time to play after the no-ops")
 
     def make(self, num_envs: int, seed: int, stream: int, threads: int) -> World:
         return AtariWorld(self, num_envs, seed, stream, threads)

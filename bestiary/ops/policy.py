@@ -20,8 +20,9 @@ def entropy(logits: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, rng: torch.Generator) -> Tensor:
-    """One action per row: [B, A] -> [B]"""
-    return torch.multinomial(logits.softmax(-1), 1, generator=rng).squeeze(-1)
+    """One action per row: [B, A] -> [B]. The first of A exponential clocks with rates pi to ring."""
+    pi = logits.softmax(-1)
+    return (pi / torch.empty_like(pi).exponential_(generator=rng)).argmax(-1)
 
 
 def clip_reward(reward: Tensor, mode: RewardClip) -> Tensor:

@@ -55,17 +55,17 @@ pong = Experiment(
     env=Atari(game="Pong"),
     algo=Impala(
         unroll=20,  # agent steps
-        batch_size=8,  # trajectories: four small updates per unroll learn faster than one large
+        batch_size=4,  # trajectories: many small updates learn sooner than few large ones
         discount=0.99,
         reward_clip="abs_one",
-        entropy_cost=0.01,
+        entropy_cost=0.005,
         reduction="mean",
         grad_norm=0.5,
         lr_decay="linear",
-        optimizer=Adam(lr=5e-4, eps=1e-5),
+        optimizer=Adam(lr=7e-4, eps=1e-5),
     ),
     core=Ff(),
-    net=Net(encoder=Shallow(hidden_size=512), frame_stack=4, prev_action=True, prev_reward=True),
+    net=Net(encoder=Shallow(hidden_size=512), frame_stack=4, init="orthogonal"),
     runtime=Local(envs=32),
     frames=32_000_000,  # = 8M agent steps
     evaluation=Evaluation(every=2_000_000, episodes=8),

@@ -40,14 +40,6 @@ class Local(_Machine):
 class Overlap(_Machine):
     """One process, acting and learning at the same time: policy lag is bounded and logged, bits may differ."""
 
-    depth: int = 1
-    """finished unrolls that may wait for the learner"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.depth < 1:
-            raise UserError(f"runtime.depth={self.depth} must be at least 1")
-
     def start(self, experiment: "Experiment") -> "LocalRuntime":
         from bestiary.runtime.overlap import OverlapRuntime
 

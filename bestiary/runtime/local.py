@@ -10,7 +10,7 @@ from bestiary.actor import Actor
 from bestiary.experiment import Experiment
 from bestiary.machine import choose_device, cores, keep_memory, set_threads
 from bestiary.seeding import ACTIONS, TRAIN, WEIGHTS, derive
-from bestiary.types import Metrics, Progress, Snapshot, Trajectory
+from bestiary.types import Batch, Metrics, Progress, Snapshot, Trajectory
 
 
 class Means:
@@ -73,21 +73,24 @@ class LocalRuntime:
         while self.frames < self.experiment.frames:
             self.actor.load(self.learner.agent.state_dict(), self.learner.updates)
             trajectory, episodes = self.actor.unroll()
-            metrics = self._learn(trajectory)
-            yield Progress(self.frames, self.steps, self.learner.updates, episodes, metrics)
+            self._add(trajectory)
+            means = Means()
+            while (batch := self.replay.sample()) is not None:
+                self._update(batch, means)
+            yield Progress(self.frames, self.steps, self.learner.updates, episodes, means.take())
 
-    def _learn(self, trajectory: Trajectory) -> dict[str, float]:
-        self.steps += (trajectory.action.shape[0] - 1) * trajectory.action.shape[1]
-        self.frames = self.steps * self.spec.frames_per_step
+    def _add(self, trajectory: Trajectory) -> None:
+        rows, streams = trajectory.action.shape
         self.replay.add(trajectory, self.experiment.algo.priorities(trajectory))
-        means = Means()
-        while (batch := self.replay.sample()) is not None:
-            lag = self.learner.updates - batch.trajectory.version.float().mean()
-            update = self.learner.update(tree.to_device(batch, self.device))
-            means.add(update.metrics | {"policy_lag": lag})
-            if update.priorities is not None and batch.keys is not None:
-                self.replay.update(batch.keys, update.priorities)
-        return means.take()
+        self.steps += (rows - 1) * streams
+        self.frames = self.steps * self.spec.frames_per_step
+
+    def _update(self, batch: Batch, means: Means) -> None:
+        lag = self.learner.updates - batch.trajectory.version.float().mean()
+        update = self.learner.update(tree.to_device(batch, self.device))
+        means.add(update.metrics | {"policy_lag": lag})
+        if update.priorities is not None and batch.keys is not None:
+            self.replay.update(batch.keys, update.priorities)
 
     def weights(self) -> dict[str, torch.Tensor]:
         return self.learner.agent.state_dict()

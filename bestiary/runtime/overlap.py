@@ -1,51 +1,60 @@
-"""Acting and learning at the same time, in two threads that meet at a bounded queue."""
+"""Acting and learning at the same time, in two threads that meet at the replay."""
 
-import queue
 import threading
 from collections.abc import Iterator
 
 import torch
 
 from bestiary.experiment import Experiment
-from bestiary.runtime import Overlap
-from bestiary.runtime.local import LocalRuntime
-from bestiary.types import Episode, Progress, Trajectory
+from bestiary.runtime.local import LocalRuntime, Means
+from bestiary.types import Batch, Episode, Progress
 
 
 class OverlapRuntime(LocalRuntime):
     """The same parts, with the actor in a thread of its own.
 
-    Weights are published as a copy after each learning phase, so an actor never sees half an update.
-    The queue bounds how old a trajectory can become. A failure in the actor is raised here, at once.
+    The actor waits while the replay is full, the learner while it is empty: that bounds how old a
+    trajectory can become. Weights are published as a copy after each update, so an actor never sees
+    half of one. A failure in the actor is raised here, at once.
     """
 
     exact = False  # episodes are under way in the other thread: a resumed run starts new ones
 
     def __init__(self, experiment: Experiment) -> None:
-        assert isinstance(experiment.runtime, Overlap)
-        self.finished: queue.Queue[tuple[Trajectory, list[Episode]] | BaseException] = queue.Queue(
-            experiment.runtime.depth
-        )
-        self.stop = threading.Event()
+        self.changed = threading.Condition()  # guards the replay and what follows
+        self.episodes: list[Episode] = []
+        self.failure: BaseException | None = None
+        self.stopping = False
         self.thread: threading.Thread | None = None
         super().__init__(experiment)
 
     def __iter__(self) -> Iterator[Progress]:
         self._publish()
+        self.told = self.steps  # in the last Progress
         self.thread = threading.Thread(target=self._act, name="actor", daemon=True)
         self.thread.start()
         try:
             while self.frames < self.experiment.frames:
-                item = self.finished.get()
-                if isinstance(item, BaseException):
-                    raise item
-                trajectory, episodes = item
-                metrics = self._learn(trajectory)
-                self._publish()
-                metrics |= {"queue": float(self.finished.qsize())} if metrics else {}
-                yield Progress(self.frames, self.steps, self.learner.updates, episodes, metrics)
+                means = Means()
+                with self.changed:
+                    self.changed.wait_for(lambda: self.failure or self.steps > self.told)
+                    if self.failure:
+                        raise self.failure
+                while (batch := self._sample()) is not None:
+                    self._update(batch, means)
+                    self._publish()
+                with self.changed:
+                    episodes, self.episodes = self.episodes, []
+                    self.told, frames = self.steps, self.frames
+                yield Progress(frames, self.told, self.learner.updates, episodes, means.take())
         finally:
             self._join()
+
+    def _sample(self) -> Batch | None:
+        with self.changed:
+            batch = self.replay.sample()
+            self.changed.notify_all()
+            return batch
 
     def _publish(self) -> None:
         weights = {k: v.detach().clone() for k, v in self.learner.agent.state_dict().items()}
@@ -54,22 +63,23 @@ class OverlapRuntime(LocalRuntime):
     def _act(self) -> None:
         torch.set_num_threads(max(1, self.threads // 2))  # of this thread alone
         try:
-            while not self.stop.is_set():
+            while not self.stopping:
                 self.actor.load(*self.published)
-                self._put(self.actor.unroll())
+                trajectory, episodes = self.actor.unroll()
+                with self.changed:
+                    self.changed.wait_for(lambda: self.stopping or not self.replay.full)
+                    self._add(trajectory)
+                    self.episodes += episodes
+                    self.changed.notify_all()
         except BaseException as e:  # the learner's thread raises it
-            self._put(e)
-
-    def _put(self, item: tuple[Trajectory, list[Episode]] | BaseException) -> None:
-        while not self.stop.is_set():
-            try:
-                self.finished.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-            return
+            with self.changed:
+                self.failure = e
+                self.changed.notify_all()
 
     def _join(self) -> None:
-        self.stop.set()
+        with self.changed:
+            self.stopping = True
+            self.changed.notify_all()
         if self.thread is not None:
             self.thread.join()
 

@@ -154,8 +154,9 @@ def evaluate(
         game = spec.name if isinstance(experiment.env, Atari) else None
         out[mode] = report([e for _, games in played for e in games], game)
         out[mode]["run_means"] = [float(np.mean([e.score for e in games])) for _, games in played]
+    which = "" if len(modes) == 2 else f"-{modes[0]}"
     kind = "-positive" if positive_only else ""
-    name = f"eval-{saved.meta['frames']}{kind}.json"
+    name = f"eval-{saved.meta['frames']}-{runs}x{episodes}-seed{seed}{which}{kind}.json"
     run.write(name, json.dumps(out, indent=2))
     return out | {"file": str(run.path / name)}
 

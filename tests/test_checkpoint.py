@@ -1,0 +1,174 @@
+"""Checkpoints survive crashes and strangers."""
+
+import json
+import os
+import pickle
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bestiary import checkpoint
+from bestiary.checkpoint import BadCheckpoint
+from bestiary.presets import preset
+from bestiary.run import Run
+
+WEIGHTS = {"a": torch.randn(3, 4), "b": torch.arange(5)}
+TRAINER = {"x": [1, 2.5, "three", None, torch.ones(2)], "rng": torch.get_rng_state()}
+
+
+def written(path: Path, frames: int = 7) -> Path:
+    checkpoint.save(path, WEIGHTS, TRAINER, {"frames": frames})
+    return path
+
+
+def run_with(tmp_path: Path, *frames: int) -> Run:
+    run = Run.create(tmp_path / "run", preset("recall"))
+    for f in frames:
+        written(run.path / "checkpoints" / f"{f:012d}", f)
+    return run
+
+
+def test_what_is_saved_comes_back(tmp_path):
+    loaded = checkpoint.load(written(tmp_path / "c"))
+    assert all(torch.equal(loaded.weights[k], v) for k, v in WEIGHTS.items())
+    assert loaded.trainer["x"][:4] == [1, 2.5, "three", None]
+    assert loaded.meta["frames"] == 7
+
+
+def test_nothing_but_the_checkpoint_is_left_behind(tmp_path):
+    written(tmp_path / "c")
+    written(tmp_path / "c")
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "trainer.pt"])
+@pytest.mark.parametrize("keep", [0.0, 0.5, 0.99])
+def test_a_truncated_file_is_refused(name, keep, tmp_path):
+    file = written(tmp_path / "c") / name
+    file.write_bytes(file.read_bytes()[: int(keep * file.stat().st_size)])
+    with pytest.raises(BadCheckpoint, match="damaged or truncated"):
+        checkpoint.load(tmp_path / "c")
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "trainer.pt", "meta.json"])
+def test_a_missing_file_is_refused_by_name(name, tmp_path):
+    (written(tmp_path / "c") / name).unlink()
+    with pytest.raises(BadCheckpoint, match=name):
+        checkpoint.load(tmp_path / "c")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": 99}', "\x00\xff"])
+def test_a_foreign_meta_file_is_refused(text, tmp_path):
+    (written(tmp_path / "c") / "meta.json").write_text(text)
+    with pytest.raises(BadCheckpoint):
+        checkpoint.load(tmp_path / "c")
+
+
+class Evil:
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self):
+        return (os.mkdir, (str(self.target),))
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "trainer.pt"])
+@pytest.mark.parametrize("how", ["torch", "pickle"])
+def test_a_pickle_that_would_run_code_does_not_run(name, how, tmp_path):
+    path = written(tmp_path / "c")
+    trap = tmp_path / "executed"
+    if how == "torch":
+        torch.save({"runtime": Evil(trap)}, path / name)
+    else:
+        (path / name).write_bytes(pickle.dumps(Evil(trap)))
+    with pytest.raises(BadCheckpoint):
+        checkpoint.load(path)
+    # a stranger who also mends the hash gets no further
+    meta = path / "meta.json"
+    files = {n: checkpoint._digest(path / n) for n in ("weights.safetensors", "trainer.pt")}
+    meta.write_text(json.dumps({"format": 1, "frames": 7, "files": files}))
+    with pytest.raises(BadCheckpoint):
+        checkpoint.load(path)
+    assert not trap.exists()
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_last_good_one_offered(tmp_path):
+    run = run_with(tmp_path, 100, 200, 300)
+    for frames in (200, 300):
+        (run.path / "checkpoints" / f"{frames:012d}" / "weights.safetensors").write_bytes(b"junk")
+    with pytest.raises(BadCheckpoint, match="--checkpoint 100"):
+        run.load()
+    assert run.load("100").meta["frames"] == 100
+
+
+def test_a_checkpoint_that_does_not_exist_is_refused_with_those_that_do(tmp_path):
+    run = run_with(tmp_path, 100, 200)
+    with pytest.raises(BadCheckpoint, match="it has: 100, 200"):
+        run.load("150")
+
+
+def test_the_latest_checkpoints_are_kept_and_the_older_forgotten(tmp_path):
+    run = run_with(tmp_path)
+    for frames in (1, 2, 3, 10, 11):
+        run.save(frames, WEIGHTS, TRAINER, keep=2)
+    assert [int(p.name) for p in run.saved()] == [10, 11]
+
+
+def test_a_write_cut_short_leaves_the_previous_checkpoint_whole(tmp_path, monkeypatch):
+    run = run_with(tmp_path, 100)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "_sync", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run.save(200, WEIGHTS, TRAINER, keep=1)
+    monkeypatch.undo()
+    assert run.load().meta["frames"] == 100
+    run.save(200, WEIGHTS, TRAINER, keep=1)
+    assert [p.name for p in (run.path / "checkpoints").iterdir()] == [f"{200:012d}"]
+
+
+def test_a_full_disk_while_saving_is_one_sentence_and_the_last_good_checkpoint_survives(tmp_path):
+    """The file size limit of a child process plays the full disk."""
+    run = run_with(tmp_path, 100)
+    code = f"""
+import resource, signal, torch
+from bestiary.run import Run
+from bestiary.errors import UserError
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+try:
+    Run({str(run.path)!r}).save(200, {{"w": torch.zeros(100_000)}}, {{}}, keep=1)
+except UserError as e:
+    print("refused:", e)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("refused: could not write checkpoint")
+    assert len(done.stdout.strip().splitlines()) == 1
+    assert run.load().meta["frames"] == 100
+    assert [p.name for p in (run.path / "checkpoints").iterdir()] == [f"{100:012d}"]
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 10_000
+
+
+def test_a_directory_that_is_not_a_run_is_not_written_into(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("chapter 1")
+    with pytest.raises(ValueError, match="not empty and not a run"):
+        Run.create(tmp_path / "mine", preset("recall"))
+
+
+def test_the_latest_link_follows_the_newest_run_but_never_replaces_a_directory(tmp_path):
+    Run.create(tmp_path / "one", preset("recall"))
+    Run.create(tmp_path / "two", preset("recall"))
+    assert (tmp_path / "latest").resolve().name == "two"
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").mkdir()
+    Run.create(tmp_path / "three", preset("recall"))
+    assert not (tmp_path / "latest").is_symlink()
+    shutil.rmtree(tmp_path / "latest")

@@ -1,0 +1,230 @@
+"""The program as a user meets it: real processes, exit codes, and what they print."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bestiary.presets import PRESETS
+
+SMALL = ["--runtime.envs", "4", "--algo.batch-size", "4", "--runtime.threads", "1", "--plain"]
+
+
+def bestiary(*args: object, cwd: Path | None = None, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "bestiary", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=timeout, check=False)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / "recall"
+    done = bestiary("train", "recall", *SMALL, "--frames", "3k", "--evaluation.episodes", 4, "--run", path)
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+def refused(done: subprocess.CompletedProcess[str]) -> str:
+    """The one sentence on standard error; a user's mistake never shows a traceback."""
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return " ".join(re.sub(r"[─│╭╮╰╯]", " ", done.stderr).split())
+
+
+def test_help_answers_at_once_and_without_torch():
+    code = (
+        "import sys; from bestiary.cli import main; main(['--help']); "
+        "print([m for m in ('torch', 'gymnasium', 'numpy') if m in sys.modules])"
+    )
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        times.append(time.perf_counter() - start)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert min(times) < 0.5
+    assert "usage: bestiary" in done.stdout
+
+
+def test_the_module_and_the_program_are_the_same():
+    program = Path(sys.executable).with_name("bestiary")
+    one = subprocess.run([program, "--help"], capture_output=True, text=True, check=True)
+    assert one.stdout == bestiary("--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["trian"], "did you mean train?"),
+        (["train", "recal"], "did you mean recall?"),
+        (["train", "recall", "core:lstmm"], "there is no core 'lstmm': did you mean lstm?"),
+        (["train", "recall", "env:atary"], "did you mean atari?"),
+        (["train", "recall", "--algo.batchsize", "3"], "did you mean --algo.batch-size"),
+        (["train", "recall", "lstm"], "what is 'lstm'?"),
+        (["train", "recall", "--frames", "lots"], "'lots' is not a whole number"),
+        (["train", "recall", "--frames", "0"], "frames=0 must be at least 1"),
+        (["train", "recall", "--algo.batch-size", "0"], "batch-size=0 must be at least 1"),
+        (["train", "recall", "--algo.unroll", "0"], "unroll=0 must be at least 1"),
+        (["train", "recall", "--runtime.envs", "0"], "envs=0 must be at least 1"),
+        (["train", "recall", "--algo.batch-size", "65"], "can never be filled: at most 64"),
+        (["train", "recall", "--runtime.device", "cuda:7"], "cannot be used here"),
+        (["train", "recall", "--core.layers", "0"], "layers=0 must be at least 1"),
+        (["train", "recall", "net.encoder:shallow"], "encoder shallow needs pictures"),
+        (["train", "recall", "--net.frame-stack", "4"], "frame-stack=4 needs pictures"),
+        (["train", "pong", "--env.game", "Brakeout"], "did you mean Breakout"),
+        (["train", "cartpole", "--env.id", "CartPole-v9"], "not registered with Gymnasium"),
+        (["train", "cartpole", "--env.id", "Pendulum-v1"], "only Discrete actions are supported"),
+        (["eval", "nowhere"], "nowhere is not a run"),
+        (["resume", "nowhere"], "nowhere is not a run"),
+        (["bench", "impala-atary"], "did you mean impala-atari?"),
+        (["list", "gamess"], "did you mean games"),
+        (["doctor", "who"], "takes no arguments"),
+    ],
+)
+def test_a_mistake_is_refused_in_one_sentence_before_any_work(args, words, tmp_path):
+    assert words in refused(bestiary(*args, cwd=tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_directory_of_another_experiment_is_refused(run):
+    sentence = refused(bestiary("train", "recall", *SMALL, "--seed", 5, "--run", run))
+    assert "holds another experiment (seed: 0 -> 5)" in sentence
+    sentence = refused(bestiary("train", "recall", "core:ff", *SMALL, "--run", run))
+    assert "core: lstm -> ff" in sentence
+
+
+def test_a_hostile_or_broken_experiment_file_is_refused(run, tmp_path):
+    for text in (
+        "{",
+        '{"kind": "experiment", "evil": 1}',
+        '{"kind": "experiment", "core": {"kind": "os.system"}}',
+        "[]",
+    ):
+        (tmp_path / "experiment.json").write_text(text)
+        assert "Traceback" not in refused(bestiary("eval", tmp_path))
+
+
+def test_train_then_eval_needs_only_the_run_directory(run):
+    done = bestiary("eval", run, "--episodes", 12, "--runs", 2)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(next(run.glob("eval-*.json")).read_text())
+    assert result["greedy"]["game"]["n"] == result["sampled"]["game"]["n"] == 24
+    assert len(result["greedy"]["run_means"]) == 2
+    assert result["protocol"]["env"]["kind"] == "recall"
+    assert "IQM" in done.stdout
+
+
+def test_resume_goes_on_where_the_run_stood(run):
+    before = len((run / "metrics.csv").read_text().splitlines())
+    done = bestiary("resume", run, "--frames", "5k", "--plain")
+    assert done.returncode == 0, done.stderr
+    assert "continues at" in done.stdout
+    assert len((run / "metrics.csv").read_text().splitlines()) > before
+
+
+def test_train_on_the_same_directory_resumes(tmp_path):
+    args = ["train", "recall", *SMALL, "--evaluation.episodes", 0, "--run", tmp_path / "r", "--frames"]
+    assert bestiary(*args, "2k").returncode == 0
+    again = bestiary(*args, "4k")
+    assert again.returncode == 0
+    assert "continues at" in again.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_leaves_cleanly(number, tmp_path):
+    args = ["train", "recall", *SMALL, "--frames", "100M", "--run", str(tmp_path / "r")]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bestiary", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "%" in line:
+            break
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert "Traceback" not in err
+    assert "continue with: bestiary resume" in out
+    assert list((tmp_path / "r" / "checkpoints").iterdir())
+    done = bestiary("resume", tmp_path / "r", "--frames", "1k", "--plain")
+    assert done.returncode == 0
+    assert "already seen" in done.stdout
+
+
+def test_killing_a_run_loses_only_what_came_after_the_last_checkpoint(tmp_path):
+    args = ["train", "recall", *SMALL, "--frames", "100M", "--checkpoint.frames", "500", "--run", str(tmp_path / "r")]
+    process = subprocess.Popen([sys.executable, "-m", "bestiary", *args], stdout=subprocess.DEVNULL)
+    saved = tmp_path / "r" / "checkpoints"
+    while not saved.exists() or len(list(saved.glob("0*"))) < 3:
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    last = max(int(p.name) for p in saved.glob("0*"))
+    done = bestiary("resume", tmp_path / "r", "--frames", last + 1_000, "--plain")
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_environment_that_raises_shows_its_traceback_and_saves(tmp_path):
+    (tmp_path / "boom.py").write_text(
+        "import gymnasium, numpy as np\n"
+        "class Boom(gymnasium.Env):\n"
+        "    observation_space = gymnasium.spaces.Box(0, 1, (2,), np.float32)\n"
+        "    action_space = gymnasium.spaces.Discrete(2)\n"
+        "    n = 0\n"
+        "    def reset(self, *, seed=None, options=None):\n"
+        "        return np.zeros(2, np.float32), {}\n"
+        "    def step(self, action):\n"
+        "        self.n += 1\n"
+        "        if self.n > 300: raise ValueError('sensor unplugged')\n"
+        "        return np.zeros(2, np.float32), 0.0, False, False, {}\n"
+        "gymnasium.register('Boom-v0', Boom)\n"
+    )
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    args = ["train", "cartpole", "--env.id", "boom:Boom-v0", *SMALL, "--run", str(tmp_path / "r")]
+    done = subprocess.run(
+        [sys.executable, "-m", "bestiary", *args], capture_output=True, text=True, env=env, check=False
+    )
+    assert done.returncode == 1
+    assert "ValueError: sensor unplugged" in done.stderr
+    assert "Traceback" in done.stderr
+    assert list((tmp_path / "r" / "checkpoints").iterdir())
+
+
+def test_a_diverging_run_says_at_which_update(tmp_path):
+    args = ["train", "cartpole", *SMALL, "algo.optimizer:rms-prop", "--algo.optimizer.lr", "1e30"]
+    done = bestiary(*args, "--algo.grad-norm", "1e30", "--run", tmp_path / "r")
+    assert re.search(r"update \d+ gave a loss of (nan|-?inf)", refused(done))
+    assert list((tmp_path / "r" / "checkpoints").iterdir())
+
+
+def test_everything_can_be_listed():
+    done = bestiary("list")
+    assert all(name in done.stdout for name in (*PRESETS, "core:lstm", "env:atari", "algo:impala", "runtime:overlap"))
+    assert "MsPacman" in bestiary("list", "games").stdout
+
+
+def test_the_doctor_names_versions_and_how_to_get_what_is_missing():
+    done = bestiary("doctor")
+    assert done.returncode == 0
+    assert all(word in done.stdout for word in ("torch", "device", "threads", "atari"))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_explains_its_settings(name):
+    done = bestiary("train", name, "--help")
+    assert done.returncode == 0
+    assert "--algo.unroll" in done.stdout
+
+
+def test_no_secret_of_the_environment_is_written(tmp_path):
+    env = os.environ | {"MY_API_TOKEN": "hunter2-should-not-appear"}
+    args = ["train", "recall", *SMALL, "--frames", "1k", "--evaluation.episodes", "0", "--run", str(tmp_path / "r")]
+    subprocess.run([sys.executable, "-m", "bestiary", *args], env=env, check=True, capture_output=True)
+    for file in (tmp_path / "r").rglob("*"):
+        assert file.is_dir() or b"hunter2" not in file.read_bytes()

@@ -1,0 +1,276 @@
+"""Atari: names, raw scores, single frames, lives, time limits, and the knobs of the literature."""
+
+import json
+from contextlib import closing
+from importlib.resources import files
+
+import numpy as np
+import pytest
+import torch
+from ale_py import Action
+from ale_py.vector_env import AtariVectorEnv
+from stories import Story, different_fields, random_actions, tell
+
+from bestiary.envs import Atari
+from bestiary.envs.atari import rom_name
+from bestiary.envs.world import World
+from bestiary.seeding import TRAIN, derive
+
+SCORES = json.loads(files("bestiary.envs").joinpath("atari_scores.json").read_text())
+
+
+def make(env: Atari, num_envs: int = 1, seed: int = 0) -> World:
+    return env.make(num_envs, seed, TRAIN, 1)
+
+
+def played(env: Atari, rows: int, num_envs: int = 1, seed: int = 0) -> Story:
+    """Random play; equal arguments mean equal actions."""
+    with closing(make(env, num_envs, seed)) as world:
+        return tell(world, random_actions(world.spec.num_actions, rows, num_envs, seed))
+
+
+# -- names ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("typed", "rom"),
+    [
+        ("Pong", "pong"),
+        ("pong", "pong"),
+        ("PongNoFrameskip-v4", "pong"),
+        ("PongDeterministic-v4", "pong"),
+        ("Pong-v0", "pong"),
+        ("ALE/Pong-v5", "pong"),
+        ("MsPacman", "ms_pacman"),
+        ("ms_pacman", "ms_pacman"),
+        ("mspacman", "ms_pacman"),
+        ("ALE/MsPacman-v5", "ms_pacman"),
+        ("UpNDown", "up_n_down"),
+        ("Riverraid", "riverraid"),
+        ("Jamesbond", "jamesbond"),
+    ],
+)
+def test_a_game_has_many_names(typed: str, rom: str):
+    assert rom_name(typed) == rom
+
+
+def test_every_game_of_the_literature_is_found_with_its_actions():
+    wrong = {}
+    for game, row in SCORES.items():
+        with closing(make(Atari(game))) as world:
+            if (world.spec.name, world.spec.num_actions) != (game, row["actions_ale_py"]):
+                wrong[game] = world.spec
+    assert len(SCORES) > 60
+    assert wrong == {}
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("Brekout", "Breakout"), ("MsPackman-v5", "MsPacman"), ("ALE/Pang-v5", "Pong")]
+)
+def test_a_misspelt_game_is_refused_with_the_nearest_names(typed: str, meant: str):
+    with pytest.raises(ValueError, match=f"no Atari game '{typed}': did you mean .*{meant}") as refusal:
+        make(Atari(typed))
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_name_like_no_game_is_refused_with_the_way_to_the_list():
+    with pytest.raises(ValueError, match="no Atari game 'xyzzyxyzzy': see `bestiary list games`"):
+        make(Atari("xyzzyxyzzy"))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"sticky": 1.0}, {"sticky": -0.1}, {"frame_skip": 0}, {"time_limit_frames": 0}, {"noop_max": -1}]
+)
+def test_impossible_numbers_are_refused(wrong: dict):
+    with pytest.raises(ValueError, match=next(iter(wrong)).replace("_", "-")):
+        Atari(**wrong)
+
+
+# -- what is seen and earned ------------------------------------------------------------------------------------
+
+
+def test_scores_are_raw():
+    story = played(Atari("MsPacman"), 150)
+    assert story.rows.reward.max() == 10  # a dot of the maze; a clipped reward would be 1
+
+
+@pytest.fixture(scope="module")
+def frames() -> Story:
+    return played(Atari("Breakout"), 30, num_envs=2, seed=4)
+
+
+def test_a_row_shows_a_single_frame(frames: Story):
+    """The newest frame of a stack of four, as the same emulator gives it to those who ask for a stack."""
+    assert frames.spec.obs_shape == (1, 84, 84)
+    stacked = AtariVectorEnv("breakout", 2, stack_num=4, reward_clipping=False, num_threads=1)
+    obs, _ = stacked.reset(seed=np.array([derive(4, TRAIN, slot, 0) for slot in range(2)]))
+    for t, row in enumerate(frames.rows.obs):
+        if t > 0:
+            obs, *_ = stacked.step(frames.action[t - 1].numpy())
+        assert row.equal(torch.from_numpy(obs[:, -1:]))
+    stacked.close()
+
+
+def test_pictures_have_things_in_them_that_move(frames: Story):
+    assert frames.rows.obs.float().std(dim=(2, 3, 4)).min() > 1
+    assert not frames.rows.obs[10].equal(frames.rows.obs[11])
+
+
+@pytest.mark.parametrize("skip", [1, 4])
+def test_a_step_is_as_many_frames_as_the_frame_skip(skip: int):
+    story = played(Atari("Pong", frame_skip=skip, time_limit_frames=48), 48 // skip + 1)
+    ((row, episode),) = story.told(0)
+    assert row == 48 // skip + 1
+    assert (episode.steps, episode.frames) == (48 // skip, 48)
+    assert story.spec.frames_per_step == skip
+
+
+# -- lives ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def lives() -> Story:
+    return played(Atari("Breakout", life_loss=True), 420, num_envs=2)
+
+
+@pytest.fixture(scope="module")
+def games() -> Story:
+    return played(Atari("Breakout", life_loss=False), 420, num_envs=2)
+
+
+def spans(story: Story, slot: int) -> list[tuple[int, int, tuple[float, ...], float]]:
+    """(first row, last row, lives, score) of each whole game of a slot."""
+    starts = story.rows.is_first[:, slot].nonzero().flatten().tolist()
+    reports = story.told(slot)
+    assert [row for row, _ in reports] == starts[1:]
+    return [(a, row - 1, e.lives, e.score) for a, (row, e) in zip(starts, reports, strict=False)]
+
+
+def test_a_lost_life_is_terminal_but_the_game_goes_on(lives: Story):
+    for slot in range(2):
+        assert spans(lives, slot)
+        for first, last, _, _ in spans(lives, slot):
+            terminal = first + lives.rows.is_terminal[first : last + 1, slot].nonzero().flatten()
+            assert len(terminal) == 5  # Breakout gives five balls
+            assert terminal[-1] == last
+            assert not lives.rows.is_first[terminal[:-1] + 1, slot].any()
+
+
+def test_a_game_scores_the_sum_of_its_lives(lives: Story):
+    scores = []
+    for slot in range(2):
+        for first, last, returns, score in spans(lives, slot):
+            terminal = (first + lives.rows.is_terminal[first : last + 1, slot].nonzero().flatten()).tolist()
+            cuts = zip([first, *terminal], terminal, strict=False)
+            by_hand = [lives.rows.reward[a + 1 : b + 1, slot].sum().item() for a, b in cuts]
+            assert list(returns) == by_hand
+            assert score == sum(by_hand)
+            scores.append(score)
+    assert max(scores) > 0
+
+
+def test_without_life_loss_only_the_end_of_the_game_is_terminal(games: Story):
+    assert games.rows.is_terminal.sum() >= 2
+    assert games.rows.is_terminal[:-1].equal(games.rows.is_first[1:])
+
+
+def test_life_loss_changes_what_is_terminal_and_nothing_else(lives: Story, games: Story):
+    assert different_fields(lives.rows, games.rows) == ["is_terminal"]
+    assert lives.episodes == games.episodes  # lives are in the books either way
+    assert all(len(e.lives) == 5 for ended in games.episodes for e in ended)
+
+
+def test_every_life_in_the_books_is_terminal_in_the_rows():
+    """Bank Heist counts down to zero with one life still to play, so its counter says 0 long before the end."""
+    story = played(Atari("BankHeist"), 700)
+    first, last, returns, _ = spans(story, 0)[0]
+    assert len(returns) == 5
+    assert story.rows.is_terminal[first : last + 1, 0].sum() == 5
+
+
+def test_a_game_without_lives_is_one_life():
+    story = played(Atari("Pong"), 1150)
+    ((_, episode),) = story.told(0)
+    assert episode.lives == (episode.score,)
+    assert -21 <= episode.score < -10
+    assert not episode.truncated
+    assert story.rows.is_terminal.sum() == 1
+
+
+# -- time limits ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("life_loss", [True, False])
+def test_a_time_limit_cuts_a_game_without_ending_it(life_loss: bool):
+    story = played(Atari("Pong", time_limit_frames=60, life_loss=life_loss), 35, num_envs=2)
+    assert not story.rows.is_terminal.any()
+    assert story.rows.is_first.all(1).nonzero().flatten().tolist() == [0, 16, 32]
+    reported = [e for ended in story.episodes for e in ended]
+    assert len(reported) == 4
+    assert all(e.truncated and (e.steps, e.frames) == (15, 60) for e in reported)
+
+
+def test_a_game_shorter_than_its_idle_start_is_still_a_game():
+    """The next game may idle for longer than this one lasted: its frame counter is no sign of a new game."""
+    story = played(Atari("Pong", time_limit_frames=8), 15)
+    assert story.rows.is_first[:, 0].nonzero().flatten().tolist() == [0, 3, 6, 9, 12, 15]
+
+
+# -- knobs ------------------------------------------------------------------------------------------------------
+
+
+def swapped(env: Atari, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pictures of the same game played by two opposite players: always RIGHT, always LEFT."""
+    with closing(make(env)) as world:
+        return tuple(tell(world, torch.full((rows, 1), a)).rows.obs for a in (2, 3))  # type: ignore
+
+
+def test_sticky_actions_repeat_what_was_done_before():
+    right, left = swapped(Atari("Pong", sticky=0.0), 12)
+    assert not right.equal(left)
+    right, left = swapped(Atari("Pong", sticky=0.9999), 12)  # the idle start goes on whatever one does
+    assert right.equal(left)
+
+
+def test_sticky_actions_are_drawn_from_the_seed():
+    plain, sticky, again = (played(Atari("Pong", sticky=p), 40).rows.obs for p in (0.0, 0.25, 0.25))
+    assert not plain.equal(sticky)
+    assert sticky.equal(again)
+
+
+def test_full_actions_are_all_eighteen_with_the_same_meaning():
+    used = [Action.NOOP, Action.FIRE, Action.RIGHT, Action.LEFT, Action.RIGHTFIRE, Action.LEFTFIRE]  # by Pong
+    full = torch.tensor([a.value for a in used])
+    with closing(make(Atari("Pong"))) as few, closing(make(Atari("Pong", full_actions=True))) as all_of_them:
+        assert (few.spec.num_actions, all_of_them.spec.num_actions) == (6, 18)
+        action = random_actions(6, 60, 1)
+        a, b = tell(few, action), tell(all_of_them, full[action])
+    assert different_fields(a.rows, b.rows) == ["prev_action"]
+
+
+def idle_frames(env: Atari, num_envs: int) -> list[int]:
+    """The emulator's frame counter when the player is first asked."""
+    with closing(make(env, num_envs)) as world:
+        world.reset()
+        return world._clock.tolist()
+
+
+def test_games_start_after_a_random_number_of_idle_frames():
+    idle = idle_frames(Atari("Freeway", noop_max=30), 14)
+    assert 0 <= min(idle) < 6
+    assert 24 < max(idle) <= 30
+    assert len(set(idle)) >= 8
+    assert 10 < np.mean(idle) < 20
+
+
+def test_games_can_start_at_once():
+    assert set(idle_frames(Atari("Freeway", noop_max=0), 2)) == {0}
+    assert set(idle_frames(Atari("Breakout", noop_max=0), 2)) == {1}  # one frame to press FIRE
+    assert set(idle_frames(Atari("Breakout", noop_max=0, fire_reset=False), 2)) == {0}
+
+
+def test_fire_reset_serves_the_first_ball():
+    """Breakout waits for FIRE: without it nothing moves, with it the ball is lost soon."""
+    for fire, ended in ((True, True), (False, False)):
+        with closing(make(Atari("Breakout", fire_reset=fire))) as world:
+            assert tell(world, torch.zeros(60, 1, dtype=torch.int64)).rows.is_terminal.any() == ended

@@ -1,0 +1,246 @@
+"""The loop: reproducible, resumable, bounded in memory, loud when something breaks."""
+
+import csv
+import gc
+import json
+import resource
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+
+import bestiary
+from bestiary.cores import Lstm
+from bestiary.display import Silent
+from bestiary.envs import Atari, Catch, Gym, Recall
+from bestiary.experiment import Checkpoints, Evaluation, Experiment, Logs, family
+from bestiary.nets import Net, Shallow
+from bestiary.presets import preset
+from bestiary.run import Run
+from bestiary.runtime import Local, Overlap
+from bestiary.training import Session
+
+TINY_ATARI = Experiment(
+    env=Atari(game="Breakout"),
+    algo=replace(preset("pong").algo, unroll=5, batch_size=2),
+    core=Lstm(hidden=16),
+    net=Net(encoder=Shallow(hidden_size=16), frame_stack=4),
+    runtime=Local(envs=3, threads=1),
+    frames=4_000,
+)
+
+
+def tiny(env=None, **changes) -> Experiment:
+    base = replace(
+        preset("recall"),
+        env=env or Recall(delay=3),
+        algo=replace(preset("recall").algo, unroll=7, batch_size=4),
+        core=Lstm(hidden=8),
+        runtime=Local(envs=6, threads=1),
+        frames=3_000,
+        evaluation=Evaluation(episodes=0),
+        log=Logs(every=200, tensorboard=False),
+    )
+    return replace(base, **changes)
+
+
+def rows(run: Run, name: str = "metrics.csv", without=("seconds", "frames_per_second")) -> list[dict]:
+    with (run.path / name).open() as file:
+        return [{k: v for k, v in row.items() if k not in without} for row in csv.DictReader(file)]
+
+
+def weights(run: Run) -> dict[str, torch.Tensor]:
+    return run.load().weights
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def interrupted(experiment: Experiment, path: Path, frames: int) -> Run:
+    """Train until `frames`, stop as Ctrl-C does, and train on."""
+    session = None
+
+    def enough() -> bool:
+        return session is not None and session.runtime.frames >= frames
+
+    session = Session(experiment, path, Silent(), enough)
+    for _ in session:
+        pass
+    assert not session.finished
+    return bestiary.train(experiment, path)
+
+
+EXACT = {
+    "recall": tiny(),
+    "catch": tiny(Catch(), net=Net()),
+    "cartpole": tiny(Gym("CartPole-v1"), net=Net()),
+    "atari": replace(TINY_ATARI, evaluation=Evaluation(episodes=0), log=Logs(every=200, tensorboard=False)),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_the_same_seed_gives_the_same_bits(name, tmp_path):
+    first, second = (bestiary.train(EXACT[name], tmp_path / str(i)) for i in range(2))
+    assert same(weights(first), weights(second))
+    assert rows(first) == rows(second)
+    assert rows(first, "episodes.csv") == rows(second, "episodes.csv")
+    other = bestiary.train(replace(EXACT[name], seed=1), tmp_path / "other")
+    assert not same(weights(first), weights(other))
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("at", [900, 1700])
+def test_half_a_run_resumed_equals_the_whole_run_bit_for_bit(name, at, tmp_path):
+    whole = bestiary.train(EXACT[name], tmp_path / "whole")
+    parts = interrupted(EXACT[name], tmp_path / "parts", at)
+    assert same(weights(whole), weights(parts))
+    assert rows(whole) == rows(parts)
+    assert rows(whole, "episodes.csv") == rows(parts, "episodes.csv")
+
+
+def test_every_core_survives_a_resume_exactly(tmp_path):
+    for name, cls in family("core").items():
+        experiment = tiny(core=cls(hidden=8) if hasattr(cls, "hidden") else cls(), frames=1_000)
+        whole = bestiary.train(experiment, tmp_path / name / "whole")
+        assert same(weights(whole), weights(interrupted(experiment, tmp_path / name / "parts", 400)))
+
+
+def test_a_run_goes_on_with_another_number_of_environments(tmp_path):
+    interrupted(tiny(), tmp_path / "run", 900)
+    wider = tiny(frames=4_000, runtime=Local(envs=8, threads=1))
+    run = bestiary.train(wider, tmp_path / "run")
+    assert int(rows(run)[-1]["frames"]) >= 3_800
+
+
+def test_leaving_the_loop_saves(tmp_path):
+    for progress in bestiary.iterate(tiny(), tmp_path / "run"):
+        if progress.frames > 500:
+            break
+    assert Run(tmp_path / "run").load().meta["frames"] == progress.frames
+
+
+def test_metrics_have_one_set_of_columns_and_frames_that_only_grow(tmp_path):
+    run = interrupted(tiny(), tmp_path / "run", 1_000)
+    frames = [int(r["frames"]) for r in rows(run)]
+    assert frames == sorted(set(frames))
+    with (run.path / "metrics.csv").open() as file:
+        widths = {len(line.split(",")) for line in file}
+    assert len(widths) == 1
+
+
+def test_tensorboard_shows_one_continuous_curve_across_resumes(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    experiment = tiny(log=Logs(every=200))
+    experiment = replace(experiment, checkpoint=Checkpoints(frames=500))
+    run = interrupted(experiment, tmp_path / "run", 1_000)
+    events = EventAccumulator(str(run.path / "tensorboard"))
+    events.Reload()
+    steps = [e.step for e in events.Scalars("train/loss")]
+    assert steps == sorted(set(steps)) == [int(r["frames"]) for r in rows(run)]
+
+
+def test_milestones_are_kept_and_never_overwritten(tmp_path):
+    experiment = tiny(checkpoint=Checkpoints(milestones=(500, 1_500), keep=1))
+    run = interrupted(experiment, tmp_path / "run", 1_000)
+    assert [int(p.name) for p in run.saved("milestones")] == [500, 1_500]
+    stamp = (run.path / "milestones" / f"{500:012d}" / "meta.json").read_text()
+    bestiary.train(replace(experiment, frames=4_000), run.path)
+    assert (run.path / "milestones" / f"{500:012d}" / "meta.json").read_text() == stamp
+    assert len(run.saved()) == 1
+
+
+def test_the_best_checkpoint_is_chosen_by_evaluation(tmp_path):
+    experiment = tiny(evaluation=Evaluation(every=500, episodes=12))
+    run = bestiary.train(experiment, tmp_path / "run")
+    scores = [float(r["score"]) for r in rows(run, "evaluations.csv")]
+    assert len(scores) >= 5
+    assert run.best_score() == pytest.approx(max(scores))
+    assert run.load("best").meta["frames"] == int(rows(run, "evaluations.csv")[int(np.argmax(scores))]["frames"])
+
+
+def test_evaluation_never_touches_the_training_stream(tmp_path):
+    plain = bestiary.train(tiny(), tmp_path / "plain")
+    evaluated = bestiary.train(tiny(evaluation=Evaluation(every=300, episodes=5)), tmp_path / "evaluated")
+    assert same(weights(plain), weights(evaluated))
+
+
+def test_a_run_directory_explains_itself(tmp_path):
+    run = bestiary.train(tiny(log=Logs(every=500)), tmp_path / "a" / "run")
+    names = {p.name for p in run.path.iterdir()}
+    assert {"experiment.json", "versions.json", "metrics.csv", "episodes.csv", "checkpoints", "tensorboard"} <= names
+    assert (tmp_path / "a" / "latest").resolve() == run.path.resolve()
+    assert Run(run.path).experiment() == tiny(log=Logs(every=500))
+    assert json.loads((run.path / "versions.json").read_text())["torch"]
+
+
+def test_acting_and_learning_overlap_with_a_bounded_and_logged_lag(tmp_path):
+    experiment = tiny(runtime=Overlap(envs=6, threads=1), frames=6_000)
+    run = bestiary.train(experiment, tmp_path / "run")
+    lags = [float(r["policy_lag"]) for r in rows(run)]
+    # one unroll in the making and one waiting, each worth at most two updates here
+    assert max(lags) <= 6
+    assert max(lags) > 0
+    assert not any(t.name == "actor" for t in threading.enumerate())
+    longer = bestiary.train(replace(experiment, frames=9_000), run.path)
+    assert int(rows(longer)[-1]["frames"]) >= 8_000
+
+
+class Explodes(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(0, 1, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, fuse: int = 100) -> None:
+        self.fuse = fuse
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.fuse -= 1
+        if self.fuse == 0:
+            raise ZeroDivisionError("the environment's own mistake")
+        return np.zeros(2, np.float32), 1.0, False, False, {}
+
+
+gymnasium.register("test/Explodes-v0", Explodes)
+
+
+@pytest.mark.parametrize("runtime", [Local(envs=2, threads=1), Overlap(envs=2, threads=1)])
+def test_an_environment_that_raises_ends_the_run_with_its_error_after_saving(runtime, tmp_path):
+    experiment = tiny(Gym("test/Explodes-v0"), net=Net(), runtime=runtime)
+    with pytest.raises(ZeroDivisionError, match="own mistake"):
+        bestiary.train(experiment, tmp_path / "run")
+    saved = Run(tmp_path / "run").load()
+    assert 0 < saved.meta["frames"] <= 200
+    assert saved.trainer["runtime"]["learner"]["updates"] > 0
+
+
+def test_a_loss_that_is_not_a_number_stops_saves_and_says_where(tmp_path):
+    experiment = tiny()
+    session = Session(experiment, tmp_path / "run", Silent())
+    with pytest.raises(ValueError, match=r"update \d+ gave a loss of nan"):
+        for progress in session:
+            if progress.updates > 5:
+                with torch.no_grad():
+                    session.runtime.learner.agent.policy.weight.fill_(float("nan"))
+    saved = Run(tmp_path / "run").load()
+    assert saved.trainer["runtime"]["learner"]["updates"] > 5
+
+
+def test_memory_stays_flat_over_thousands_of_updates(tmp_path):
+    experiment = tiny(frames=100_000, log=Logs(every=50_000, tensorboard=False))
+    sizes = []
+    for progress in bestiary.iterate(experiment, tmp_path / "run"):
+        if progress.updates % 500 < 2:
+            gc.collect()
+            sizes.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)  # KiB, the peak so far
+    assert progress.updates > 3_000
+    early, late = sizes[len(sizes) // 4], sizes[-1]
+    assert late - early < 8 * 2**10

@@ -207,6 +207,11 @@ def test_slots_tell_different_stories(case: Case, story: Story, opening: int):
     assert not same.rows.obs[:, 0].equal(same.rows.obs[:, 1])
 
 
+def test_the_episodes_of_a_slot_differ(story: Story):
+    for slot in range(SLOTS):
+        assert len(story.rows.obs[story.rows.is_first[:, slot], slot].unique(dim=0)) > 1
+
+
 def test_a_slot_does_not_depend_on_the_batch_around_it(case: Case, story: Story, opening: int):
     with closing(case.make(1)) as world:
         alone = tell(world, story.action[:opening, :1])

@@ -30,11 +30,15 @@ def main(args: list[str]) -> int:
         print("\n".join(f"  {name:18} {text}" for name, (_, text) in PRESETS.items()))
         print("\n`bestiary train PRESET --help` lists every setting of a preset.")
         return 0 if args else 2
-    name, rest = args[0], args[1:]
-    default = preset(name)
-    chosen = parse(Train, check_parts(rest), f"bestiary train {name}", Train(default))
-    path = chosen.run or new_path(name, chosen.experiment.seed)
+    chosen = read(args)
+    path = chosen.run or new_path(args[0], chosen.experiment.seed)
     return run_session(chosen.experiment, path, Lines() if chosen.plain else choose_screen())
+
+
+def read(args: list[str]) -> Train:
+    """PRESET and what is changed of it."""
+    name, rest = args[0], args[1:]
+    return parse(Train, check_parts(rest), f"bestiary train {name}", Train(preset(name)))
 
 
 class Signals:

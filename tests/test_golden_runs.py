@@ -1,0 +1,62 @@
+"""Fifty updates of every algorithm with every memory, held to committed numbers.
+
+After a change that is meant to change numbers: `python tests/test_golden_runs.py` writes them anew, and the
+changelog says so under "Numbers changed".
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bestiary.cores import Lstm
+from bestiary.envs import Recall
+from bestiary.experiment import Experiment, family
+from bestiary.presets import preset
+from bestiary.runtime import Local
+
+FILE = Path(__file__).parent / "data" / "golden_runs.json"
+CASES = [(algo, core) for algo in family("algo") for core in family("core")]
+
+
+def experiment(algo: str, core: str) -> Experiment:
+    base = preset("recall")
+    chosen = base.algo if isinstance(base.algo, family("algo")[algo]) else family("algo")[algo]()
+    memory = Lstm(hidden=16) if core == "lstm" else family("core")[core]()
+    return replace(
+        base,
+        env=Recall(delay=4),
+        algo=replace(chosen, unroll=8, batch_size=8),
+        core=memory,
+        runtime=Local(envs=8, threads=1),
+    )
+
+
+def numbers(algo: str, core: str) -> dict[str, float]:
+    """Metrics of updates 1, 10 and 50, and the mean score on the way."""
+    runtime = experiment(algo, core).runtime.start(experiment(algo, core))
+    out, scores = {}, []
+    for progress in runtime:
+        scores += [e.score for e in progress.episodes]
+        if progress.updates in (1, 10, 50):
+            out |= {f"{progress.updates}/{k}": v for k, v in progress.metrics.items()}
+        if progress.updates >= 50:
+            break
+    runtime.close()
+    return out | {"score": sum(scores) / len(scores)}
+
+
+@pytest.mark.parametrize(("algo", "core"), CASES)
+def test_fifty_updates_give_the_committed_numbers(algo, core):
+    golden = json.loads(FILE.read_text())[f"{algo}+{core}"]
+    got = numbers(algo, core)
+    assert got.keys() == golden.keys()
+    # other processors round otherwise, and fifty updates amplify it a little
+    assert got == {k: pytest.approx(v, rel=1e-3, abs=1e-5) for k, v in golden.items()}
+
+
+if __name__ == "__main__":
+    FILE.write_text(json.dumps({f"{a}+{c}": numbers(a, c) for a, c in CASES}, indent=1) + "\n")
+    sys.exit(0)

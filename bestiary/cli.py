@@ -46,6 +46,8 @@ def main(argv: list[str] | None = None) -> int:
         return command(args[1:])
     except UserError as e:  # what a user can mend, in one sentence; anything else keeps its traceback
         return fail(str(e))
+    except KeyboardInterrupt:
+        return 130
     except OSError as e:
         if e.errno != errno.ENOSPC:
             raise

@@ -131,10 +131,12 @@ class Dashboard(_Pace):
 
     def __init__(self, console: Console) -> None:
         self.live = Live(console=console, refresh_per_second=4, transient=False)
+        self.shown_last = (View(0, 0, 0, 0, 0.0, [], {}), 0.0, "?")
         self.last_note = ""
         self.last_evaluation = "-"
 
     def show(self, view: View, pace: float, left: str) -> None:
+        self.shown_last = (view, pace, left)
         title = f"{self.parts}   [dim]{self.run.path}[/dim]"
         table = Table(title=title, title_justify="left", box=None, show_header=False)
         table.add_column(style="bold cyan", min_width=12)
@@ -162,10 +164,11 @@ class Dashboard(_Pace):
 
     def note(self, text: str) -> None:
         self.last_note = text
+        self.show(*self.shown_last)
 
     def evaluated(self, frames: int, games: list[Episode]) -> None:
         self.last_evaluation = f"{spread(games)} at {count(frames)} frames"
-        self.last_note = ""
+        self.note("")
 
     def __enter__(self) -> "Dashboard":
         self.live.__enter__()

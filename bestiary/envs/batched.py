@@ -115,7 +115,6 @@ class BatchedWorld(World):
         super().__init__(Spec(name, space.shape, dtype, int(env.single_action_space.n)), env.num_envs)
         self.env = env
         self.seeds = [derive(seed, stream, slot) for slot in range(env.num_envs)]
-        self._ended = np.zeros(env.num_envs, bool)
 
     def _start(self) -> Raw:
         obs, _ = self.env.reset(seed=self.seeds)

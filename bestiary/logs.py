@@ -8,7 +8,6 @@ from types import TracebackType
 from typing import Any
 
 from bestiary.experiment import Logs
-from bestiary.extras import require
 from bestiary.types import Episode
 
 
@@ -70,7 +69,6 @@ class Recorder:
             purge = None if frames is None else frames + 1
             self.tensorboard = SummaryWriter(str(path / "tensorboard"), purge_step=purge)
         if cfg.wandb:
-            require("wandb", "wandb")
             import wandb  # type: ignore[import-not-found]
 
             self.wandb = wandb.init(

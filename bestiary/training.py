@@ -15,6 +15,7 @@ from bestiary.display import Screen, Silent, View
 from bestiary.errors import UserError
 from bestiary.evaluation import evaluate_now
 from bestiary.experiment import Experiment
+from bestiary.extras import require
 from bestiary.logs import Recorder
 from bestiary.run import Run, new_path
 from bestiary.types import Progress, Snapshot
@@ -74,6 +75,8 @@ class Session:
         self.experiment = experiment
         self.screen = screen
         self.stop = stop
+        if experiment.log.wandb:
+            require("wandb", "wandb")
         existing = Run(path)
         saved = existing.load(checkpoint) if existing.saved() or checkpoint else None
         if saved is not None and not saved.trainer:

@@ -220,8 +220,11 @@ def test_the_actor_copies_the_weights_it_is_given():
 # -- checkpoints ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("unrolls", [0, 1, 3])
-@pytest.mark.parametrize("env", [*ENVS.values(), Atari("Breakout")], ids=[*ENVS, "breakout"])
+@pytest.mark.parametrize(
+    ("env", "unrolls"),
+    [*((env, n) for env in ENVS.values() for n in (0, 1, 3)), (Atari("Breakout"), 3)],
+    ids=[*(f"{name}-{n}" for name in ENVS for n in (0, 1, 3)), "breakout-3"],
+)
 def test_a_saved_actor_goes_on_as_if_nothing_had_happened(env: Any, unrolls: int):
     actor, other = make_actor(env, 0.5), make_actor(env, 0.5, seed=6)
     with closing(actor.world), closing(other.world):

@@ -96,13 +96,13 @@ def test_scores_are_raw():
 
 @pytest.fixture(scope="module")
 def frames() -> Story:
-    return played(Atari("Breakout"), 30, num_envs=2, seed=4)
+    return played(Atari("Breakout", noop_max=0), 30, num_envs=2, seed=4)
 
 
 def test_a_row_shows_a_single_frame(frames: Story):
     """The newest frame of a stack of four, as the same emulator gives it to those who ask for a stack."""
     assert frames.spec.obs_shape == (1, 84, 84)
-    stacked = AtariVectorEnv("breakout", 2, stack_num=4, reward_clipping=False, num_threads=1)
+    stacked = AtariVectorEnv("breakout", 2, stack_num=4, noop_max=1, reward_clipping=False, num_threads=1)
     obs, _ = stacked.reset(seed=np.array([derive(4, TRAIN, slot, 0) for slot in range(2)]))
     for t, row in enumerate(frames.rows.obs):
         if t > 0:
@@ -258,17 +258,17 @@ def idle_frames(env: Atari, num_envs: int) -> list[int]:
 
 
 def test_games_start_after_a_random_number_of_idle_frames():
-    idle = idle_frames(Atari("Freeway", noop_max=30), 12)
+    idle = idle_frames(Atari("Freeway", noop_max=30), 9)
     assert 1 <= min(idle) < 10
     assert 20 < max(idle) <= 30
-    assert len(set(idle)) >= 8
-    assert set(idle_frames(Atari("Freeway", noop_max=2), 8)) == {1, 2}  # never none, and the maximum is reached
+    assert len(set(idle)) >= 6
+    assert set(idle_frames(Atari("Freeway", noop_max=2), 6)) == {1, 2}  # never none, and the maximum is reached
 
 
 def test_games_can_start_at_once():
-    assert set(idle_frames(Atari("Freeway", noop_max=0), 2)) == {0}
-    assert set(idle_frames(Atari("Breakout", noop_max=0), 2)) == {1}  # one frame to press FIRE
-    assert set(idle_frames(Atari("Breakout", noop_max=0, fire_reset=False), 2)) == {0}
+    assert idle_frames(Atari("Freeway", noop_max=0), 1) == [0]
+    assert idle_frames(Atari("Breakout", noop_max=0), 1) == [1]  # one frame to press FIRE
+    assert idle_frames(Atari("Breakout", noop_max=0, fire_reset=False), 1) == [0]
 
 
 def test_fire_reset_serves_the_first_ball():

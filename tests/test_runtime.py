@@ -234,6 +234,13 @@ def test_a_loss_that_is_not_a_number_stops_saves_and_says_where(tmp_path):
     assert saved.trainer["runtime"]["learner"]["updates"] > 5
 
 
+def test_a_missing_extra_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r'pip install "bestiary\[wandb\]"'):
+        bestiary.train(tiny(log=Logs(wandb=True)), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_memory_stays_flat_over_thousands_of_updates(tmp_path):
     experiment = tiny(frames=100_000, log=Logs(every=50_000, tensorboard=False))
     sizes = []

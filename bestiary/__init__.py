@@ -3,9 +3,13 @@
 import os
 from typing import TYPE_CHECKING, Any
 
+from bestiary.registration import register_with_gymnasium
+
 # Read once, when PyTorch's OpenMP library is loaded: idle threads should spin only briefly, because the
 # emulators' threads want the same cores (acting alone became a quarter faster on two cores).
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+register_with_gymnasium()
 
 if TYPE_CHECKING:
     from bestiary.evaluation import evaluate

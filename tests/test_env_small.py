@@ -12,7 +12,7 @@ from gymnasium.vector import AutoresetMode
 from bestiary.envs import Catch, Recall
 from bestiary.envs.catch import CatchEnv
 from bestiary.envs.recall import RecallEnv
-from bestiary.envs.registration import NAMES, register
+from bestiary.registration import NAMES, register
 from bestiary.seeding import TRAIN
 
 IDS = [f"bestiary/{name}-v0" for name in NAMES]

@@ -56,7 +56,6 @@ class AtariWorld(World):
             maxpool=True,
             noop_max=cfg.noop_max + 1,  # ale-py draws from 0 to one below, and hangs at 0
             use_fire_reset=cfg.fire_reset,
-            life_loss_info=cfg.life_loss,
             reward_clipping=False,
             full_action_space=cfg.full_actions,
             repeat_action_probability=cfg.sticky,
@@ -66,6 +65,7 @@ class AtariWorld(World):
         super().__init__(Spec(camel_case(rom), (1, 84, 84), torch.uint8, actions, cfg.frame_skip), num_envs)
         self.address = (seed, stream)
         self.wants_noops = cfg.noop_max > 0
+        self.life_loss = cfg.life_loss
         self._game = np.zeros(num_envs, np.int64)
         self._journal = [bytearray() for _ in range(num_envs)]
         self._clock = np.zeros(num_envs, np.int64)
@@ -103,6 +103,9 @@ class AtariWorld(World):
             for slot in np.flatnonzero(is_first):
                 self._journal[slot].clear()
         self._clock = info["episode_frame_number"].copy()
+        if self.life_loss:  # the counter is the truth: ale-py's own flag misses the step to zero where play goes on
+            assert self._lives is not None
+            terminated = terminated | (info["lives"] < self._lives)
         return Raw(obs, reward, terminated, truncated, is_first, info["lives"])
 
     def _save(self) -> Snapshot:

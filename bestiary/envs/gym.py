@@ -62,13 +62,13 @@ def probe(cfg: "Gym") -> tuple[Spec, bool]:
     """What the environment looks like, and whether its pictures carry their channels last."""
     try:
         env = build(cfg, (0, 0, 0))
-    except gymnasium.error.NamespaceNotFound as e:
-        raise UserError(f"{cfg.id!r} is not registered with Gymnasium: {e}") from None
-    except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv) as e:
-        hint = did_you_mean(cfg.id, gymnasium.registry, str(e))
-        raise UserError(f"{cfg.id!r} is not registered with Gymnasium: {hint}") from None
     except gymnasium.error.DependencyNotInstalled as e:
         raise UserError(f"{cfg.id} needs a package that is not installed: {e}") from None
+    except gymnasium.error.Error as e:
+        hint = did_you_mean(cfg.id, gymnasium.registry, str(e))
+        raise UserError(f"{cfg.id!r} is not registered with Gymnasium: {hint}") from None
+    except ModuleNotFoundError as e:
+        raise UserError(f"{cfg.id!r} cannot be imported: {e}") from None
     except TypeError as e:
         raise UserError(f"{cfg.id} does not accept env.kwargs={cfg.kwargs}: {e}") from None
     obs, actions = env.observation_space, env.action_space

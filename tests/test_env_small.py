@@ -12,15 +12,10 @@ from gymnasium.vector import AutoresetMode
 from bestiary.envs import Catch, Recall
 from bestiary.envs.catch import CatchEnv
 from bestiary.envs.recall import RecallEnv
-from bestiary.registration import NAMES, register
+from bestiary.registration import NAMES
 from bestiary.seeding import TRAIN
 
 IDS = [f"bestiary/{name}-v0" for name in NAMES]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _registered() -> None:
-    register()
 
 
 def returns(env, play, episodes: int) -> np.ndarray:

@@ -33,11 +33,8 @@ class Replayable(gymnasium.Wrapper):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         resume = (options or {}).get("resume")
-        if resume is None:
-            self.episode += 1
-            self.over = False
-            return self.env.reset(seed=derive(*self.address, self.episode))
-        self.episode, actions = resume[self.slot]
+        self.over = False
+        self.episode, actions = (self.episode + 1, []) if resume is None else resume[self.slot]
         obs, info = self.env.reset(seed=derive(*self.address, self.episode))
         for action in actions:
             obs, _, terminated, truncated, info = self.env.step(action)
@@ -109,7 +106,7 @@ class GymWorld(World):
         return np.array(obs, dtype, order="C")  # vector environments reuse their buffer
 
     def _start(self) -> Raw:
-        obs, _ = self.env.reset()
+        obs, _ = self.env.reset(options={"resume": [(0, [])] * self.num_envs})
         none = np.zeros(self.num_envs, bool)
         self._ended[:] = False
         self._episode[:] = 0

@@ -151,7 +151,7 @@ def test_a_signal_saves_and_leaves_cleanly(number, tmp_path):
     assert "Traceback" not in err
     assert "continue with: bestiary resume" in out
     assert list((tmp_path / "r" / "checkpoints").iterdir())
-    done = bestiary("resume", tmp_path / "r", "--frames", "1k", "--plain")
+    done = bestiary("resume", tmp_path / "r", "--frames", "1", "--plain")
     assert done.returncode == 0
     assert "already seen" in done.stdout
 

@@ -31,7 +31,7 @@ def test_impala_without_memory_stays_at_chance_on_recall(tmp_path):
 
 
 def test_impala_with_an_lstm_solves_catch(tmp_path):
-    assert score(replace(preset("catch"), core=Lstm(hidden=32), frames=100_000), tmp_path / "run") > 0.9
+    assert score(replace(preset("catch"), core=Lstm(hidden=32)), tmp_path / "run") > 0.9
 
 
 def test_impala_improves_on_cartpole(tmp_path):
@@ -40,4 +40,4 @@ def test_impala_improves_on_cartpole(tmp_path):
 
 def test_a_deeper_trunk_learns_too(tmp_path):
     deep = replace(preset("catch").net, encoder=Mlp(hidden_size=32, num_layers=3))
-    assert score(replace(preset("catch"), net=deep, frames=100_000), tmp_path / "run") > 0.9
+    assert score(replace(preset("catch"), net=deep), tmp_path / "run") > 0.9

@@ -123,7 +123,7 @@ class GymWorld(World):
                 self._journal[slot].append(chosen)
         self._episode += is_first
         self._ended = terminated | truncated
-        return Raw(self._picture(obs), reward, terminated, truncated, is_first)
+        return Raw(self._picture(obs), reward, terminated, truncated & ~terminated, is_first)
 
     def _save(self) -> Snapshot:
         return {

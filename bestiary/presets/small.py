@@ -34,6 +34,7 @@ recall = Experiment(
 catch = replace(
     recall,
     env=Catch(rows=10, columns=5),
+    algo=replace(recall.algo, unroll=10, batch_size=8, optimizer=Adam(lr=2e-3)),  # many small updates
     core=Ff(),
     net=Net(prev_action=True, prev_reward=True),
     frames=200_000,
@@ -44,12 +45,11 @@ cartpole = replace(
     catch,
     env=Gym(id="CartPole-v1"),
     net=Net(encoder=Mlp(hidden_size=64, num_layers=2), prev_action=False, prev_reward=False),
-    algo=replace(catch.algo, optimizer=Adam(lr=1e-3)),
+    algo=replace(catch.algo, unroll=20, optimizer=Adam(lr=1e-3)),
     runtime=Local(envs=16),
     frames=300_000,
     evaluation=Evaluation(episodes=20),
 )
-cartpole = replace(cartpole, algo=replace(cartpole.algo, batch_size=16))
 
 pong = Experiment(
     env=Atari(game="Pong"),

@@ -37,7 +37,8 @@ class OverlapRuntime(LocalRuntime):
             while self.frames < self.experiment.frames:
                 means = Means()
                 with self.changed:
-                    self.changed.wait_for(lambda: self.failure or self.steps > self.told)
+                    # a full replay counts as news: the actor waits for it, so this side must not
+                    self.changed.wait_for(lambda: self.failure or self.steps > self.told or self.replay.full)
                     if self.failure:
                         raise self.failure
                 while (batch := self._sample()) is not None:

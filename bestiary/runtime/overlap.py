@@ -34,27 +34,30 @@ class OverlapRuntime(LocalRuntime):
         self.thread = threading.Thread(target=self._act, name="actor", daemon=True)
         self.thread.start()
         try:
+            means = Means()
             while self.frames < self.experiment.frames:
-                means = Means()
-                with self.changed:
-                    # a full replay counts as news: the actor waits for it, so this side must not
-                    self.changed.wait_for(lambda: self.failure or self.steps > self.told or self.replay.full)
-                    if self.failure:
-                        raise self.failure
-                while (batch := self._sample()) is not None:
+                batch = self._sample()
+                if batch is not None:
                     self._update(batch, means)
                     self._publish()
-                with self.changed:
-                    episodes, self.episodes = self.episodes, []
-                    self.told, frames = self.steps, self.frames
-                yield Progress(frames, self.told, self.learner.updates, episodes, means.take())
+                if self.steps > self.told:
+                    with self.changed:
+                        episodes, self.episodes = self.episodes, []
+                        self.told, frames = self.steps, self.frames
+                    yield Progress(frames, self.told, self.learner.updates, episodes, means.take())
         finally:
             self._join()
 
     def _sample(self) -> Batch | None:
+        """A batch; where there is none yet, None once the actor has added something."""
         with self.changed:
             batch = self.replay.sample()
             self.changed.notify_all()
+            if batch is None:
+                seen = self.steps
+                self.changed.wait_for(lambda: self.failure or self.steps > seen)
+            if self.failure:
+                raise self.failure
             return batch
 
     def _publish(self) -> None:

@@ -55,7 +55,7 @@ pong = Experiment(
     env=Atari(game="Pong"),
     algo=Impala(
         unroll=20,  # agent steps
-        batch_size=8,  # trajectories: four updates per unroll; with half as many rows nothing is learnt
+        batch_size=8,  # trajectories: four updates per unroll
         discount=0.99,
         reward_clip="abs_one",
         entropy_cost=0.01,

@@ -1,0 +1,218 @@
+"""The compiled rules as differentiable functions on CPU tensors; streams are shared out over threads."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from bestiary.ops.fastweights import kernels
+from bestiary.ops.fastweights.loops import PREVIOUS_EPS, FeatureMap, Recurrence
+
+MAPS = {"elu": kernels.ELU, "softmax": kernels.SOFTMAX, "silu": kernels.SILU}
+WORTH_A_THREAD = 512  # rows times streams; for less, handing work to a thread costs more than it gains
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="fastweights")
+
+
+def _run(kernel: Callable[..., None], rows: int, width: int, streams: int, *args: Any) -> None:
+    """Our own threads, not the compiler's: those do not allow two callers, and actor and learner may be two."""
+    arrays = [a.numpy() if isinstance(a, Tensor) else a for a in args]
+    arrays.append((0,) * width)
+    threads = min(torch.get_num_threads(), rows * streams // WORTH_A_THREAD, streams)
+    if threads < 2:
+        kernel(*arrays, 0, streams)
+        return
+    edges = [streams * i // threads for i in range(threads + 1)]
+    others = [_pool(threads - 1).submit(kernel, *arrays, edges[i], edges[i + 1]) for i in range(1, threads)]
+    kernel(*arrays, edges[0], edges[1])
+    for other in others:
+        other.result()
+
+
+class _Sizes:
+    """Of a call: [T, B, H, ...] outside, [T, N, ...] with N = B * H streams inside."""
+
+    def __init__(self, ctx: Any, x: Tensor, W: Tensor) -> None:
+        self.rows, self.batch, self.heads, _ = x.shape
+        self.width = W.shape[-1]
+        self.streams = self.batch * self.heads
+        self.learns = any(ctx.needs_input_grad)
+
+    def inside(self, x: Tensor) -> Tensor:
+        return x.detach().reshape(self.rows, self.streams, -1).contiguous()
+
+    def memory(self, m: Tensor) -> Tensor:
+        """A copy that the kernel may change: [B, H, ...] -> [N, ...]."""
+        return m.detach().flatten(0, 1).clone(memory_format=torch.contiguous_format)
+
+    def outside(self, x: Tensor) -> Tensor:
+        return x.view(self.rows, self.batch, self.heads, -1)
+
+    def as_memory(self, m: Tensor) -> Tensor:
+        return m.view(self.batch, self.heads, *m.shape[1:])
+
+    def kept(self, x: Tensor, parts: int) -> tuple[Tensor, Tensor]:
+        """What the way back needs of each row; without one, room for a single row."""
+        rows = self.rows if self.learns else 1
+        return x.new_empty(self.streams, rows, parts, self.width), x.new_empty(self.streams, rows)
+
+    def saved(self, W: Tensor) -> Tensor:
+        """The memory at the start of each block."""
+        blocks = -(-self.rows // kernels.BLOCK) if self.learns else 0
+        return W.new_empty(blocks, *W.shape)
+
+    def run(self, kernel: Callable[..., None], *args: Any) -> None:
+        _run(kernel, self.rows, self.width, self.streams, *args)
+
+
+class _OneMemory(torch.autograd.Function):
+    """Linear Transformer and Delta Net."""
+
+    @staticmethod
+    def forward(ctx: Any, delta: bool, x: Tensor, reset: Tensor, W: Tensor, phi: int, bptt: int) -> tuple[Tensor, ...]:
+        sizes = _Sizes(ctx, x, W)
+        x, W = sizes.inside(x), sizes.memory(W)
+        y = x.new_empty(sizes.rows, sizes.streams, sizes.width)
+        kept, strength, saved = *sizes.kept(x, parts=3), sizes.saved(W)
+        kernel = kernels.delta_net_forward if delta else kernels.linear_transformer_forward
+        sizes.run(kernel, x, reset, sizes.heads, phi, W, y, kept, strength, saved)
+        ctx.save_for_backward(x, reset, kept, strength, saved)
+        ctx.rest = sizes, delta, phi, bptt
+        return sizes.outside(y), sizes.as_memory(W)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, reset, kept, strength, saved = ctx.saved_tensors
+        sizes, delta, phi, bptt = ctx.rest
+        g, G, dx = sizes.inside(grads[0]), sizes.memory(grads[1]), torch.empty_like(x)
+        kernel = kernels.delta_net_backward if delta else kernels.linear_transformer_backward
+        sizes.run(kernel, x, reset, sizes.heads, phi, bptt, kept, strength, saved, g, G, dx)
+        return None, sizes.outside(dx), None, sizes.as_memory(G), None, None
+
+
+class _RecurrentDeltaNet(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        Rq: Tensor,
+        Rk: Tensor,
+        Rv: Tensor,
+        rb: Tensor,
+        reset: Tensor,
+        W: Tensor,
+        y_last: Tensor,
+        phi: int,
+        bptt: int,
+    ) -> tuple[Tensor, ...]:
+        sizes = _Sizes(ctx, x, W)
+        x, W, y_last = sizes.inside(x), sizes.memory(W), sizes.memory(y_last)
+        R = [r.detach().contiguous() for r in (Rq, Rk, Rv, rb)]
+        y = x.new_empty(sizes.rows, sizes.streams, sizes.width)
+        parts = 4 if phi == kernels.SOFTMAX else 6
+        kept, strength, saved = *sizes.kept(x, parts), sizes.saved(W)
+        sizes.run(
+            kernels.recurrent_delta_net_forward, x, *R, reset, sizes.heads, phi, W, y_last, y, kept, strength, saved
+        )
+        ctx.save_for_backward(*R, reset, kept, strength, saved)
+        ctx.rest = sizes, phi, bptt
+        return sizes.outside(y), sizes.as_memory(W)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        Rq, Rk, Rv, rb, reset, kept, strength, saved = ctx.saved_tensors
+        sizes, phi, bptt = ctx.rest
+        D = sizes.width
+        g, G, dy = sizes.inside(grads[0]), sizes.memory(grads[1]), grads[0].new_empty(sizes.streams, D)
+        dx = g.new_empty(sizes.rows, sizes.streams, 3 * D + 1)
+        transposed = [r.transpose(1, 2).contiguous() for r in (Rq, Rk, Rv)]
+        sizes.run(
+            kernels.recurrent_delta_net_backward, *transposed, rb, reset, sizes.heads, phi, bptt,
+            kept, strength, saved, g, G, dy, dx,
+        )  # fmt: skip
+        # the weights of the recurrence meet every row at once: [H, D, B * T] times [H, B * T, 3D + 1]
+        heard = kept[:, :, kernels.HEARD].view(sizes.batch, sizes.heads, sizes.rows, D).permute(1, 3, 0, 2).flatten(2)
+        found = heard @ sizes.outside(dx).permute(2, 1, 0, 3).flatten(1, 2)
+        into = [*found[..., : 3 * D].split(D, -1), found[..., 3 * D]]
+        return sizes.outside(dx), *into, None, sizes.as_memory(G), sizes.as_memory(dy), None, None
+
+
+class _DeltaRnn(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        reset: Tensor,
+        W: Tensor,
+        R: Tensor,
+        y_last: Tensor,
+        phi: int,
+        bptt: int,
+        eps: float,
+    ) -> tuple[Tensor, ...]:
+        sizes = _Sizes(ctx, x, W)
+        x, W, R, y_last = sizes.inside(x), sizes.memory(W), sizes.memory(R), sizes.memory(y_last)
+        y = x.new_empty(sizes.rows, sizes.streams, sizes.width)
+        kept, strength = sizes.kept(x, parts=6)
+        held = kept, strength, torch.empty_like(strength), sizes.saved(W), sizes.saved(R)
+        sizes.run(kernels.delta_rnn_forward, x, reset, sizes.heads, phi, eps, W, R, y_last, y, *held)
+        ctx.save_for_backward(x, reset, *held)
+        ctx.rest = sizes, phi, bptt
+        return sizes.outside(y), sizes.as_memory(W), sizes.as_memory(R)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, reset, *held = ctx.saved_tensors
+        sizes, phi, bptt = ctx.rest
+        g, G, G_2, dx = sizes.inside(grads[0]), sizes.memory(grads[1]), sizes.memory(grads[2]), torch.empty_like(x)
+        dy = g.new_empty(sizes.streams, sizes.width)
+        sizes.run(kernels.delta_rnn_backward, x, reset, sizes.heads, phi, bptt, *held, g, G, G_2, dy, dx)
+        memories = (sizes.as_memory(m) for m in (G, G_2, dy))
+        return sizes.outside(dx), None, *memories, None, None, None
+
+
+def linear_transformer(
+    x: Tensor, reset: Tensor, W: Tensor, phi: FeatureMap = "elu", bptt: int | None = None
+) -> tuple[Tensor, Tensor]:
+    return _OneMemory.apply(False, x, reset, W, MAPS[phi], bptt or 0)  # type: ignore
+
+
+def delta_net(
+    x: Tensor, reset: Tensor, W: Tensor, phi: FeatureMap = "elu", bptt: int | None = None
+) -> tuple[Tensor, Tensor]:
+    return _OneMemory.apply(True, x, reset, W, MAPS[phi], bptt or 0)  # type: ignore
+
+
+def recurrent_delta_net(
+    x: Tensor,
+    R: Recurrence,
+    reset: Tensor,
+    W: Tensor,
+    y: Tensor,
+    phi: FeatureMap = "softmax",
+    bptt: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    return _RecurrentDeltaNet.apply(x, *R, reset, W, y, MAPS[phi], bptt or 0)  # type: ignore
+
+
+def delta_rnn(
+    x: Tensor,
+    reset: Tensor,
+    W: Tensor,
+    R: Tensor,
+    y: Tensor,
+    phi: FeatureMap = "softmax",
+    bptt: int | None = None,
+    eps: float = PREVIOUS_EPS,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _DeltaRnn.apply(x, reset, W, R, y, MAPS[phi], bptt or 0, eps)  # type: ignore

@@ -8,26 +8,40 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bestiary.cores import Lstm
+from bestiary.algos.impala import ImpalaAgent
+from bestiary.cores import DeltaNet, DeltaRnn, Ff, Gpt, Gru, LinearTransformer, Lstm, RecurrentDeltaNet
 from bestiary.cores.base import Core
+from bestiary.cores.gpt import rotate
 from bestiary.experiment import family
-from bestiary.types import State
+from bestiary.nets import Net, Resnet
+from bestiary.types import Spec, State
 
 INPUT, HIDDEN = 6, 8
 T, B = 13, 5
 
 
-def small(cls: type) -> Any:
-    """A core's configuration, narrow where it can be; one that refuses a width of eight keeps its own."""
-    if "hidden" not in {f.name for f in dataclasses.fields(cls)}:
-        return cls()
+NARROW = {"hidden": HIDDEN, "width": HIDDEN, "heads": 2, "feedforward": 12, "window": 16}
+
+
+def small(cls: type, **settings: Any) -> Any:
+    """A core's configuration, narrow where it can be; one that refuses these numbers keeps its own."""
+    names = {f.name for f in dataclasses.fields(cls)}
     try:
-        return cls(hidden=HIDDEN)
+        return cls(**{name: value for name, value in NARROW.items() if name in names} | settings)
     except ValueError:
         return cls()
 
 
-CONFIGS = {name: small(cls) for name, cls in family("core").items()} | {"lstm-2": Lstm(hidden=HIDDEN, layers=2)}
+CONFIGS = {name: small(cls) for name, cls in family("core").items()} | {
+    "lstm-2": small(Lstm, layers=2),
+    "gru-2": small(Gru, layers=2),
+    "gpt-rotary": small(Gpt, positions="rotary"),
+    "gpt-learned": small(Gpt, positions="learned", layers=1),
+    "gpt-short-window": small(Gpt, window=7),  # two layers still reach back over all rows
+    "delta-net-silu": small(DeltaNet, feature_map="silu", beta_bias=2.0, layers=1),
+    "recurrent-delta-net-elu": small(RecurrentDeltaNet, feature_map="elu", beta_bias=-1.0, heads=1, head_width=3),
+    "delta-rnn-silu": small(DeltaRnn, feature_map="silu", beta_bias=1.0, layers=1),
+}
 
 
 @pytest.fixture(params=CONFIGS.values(), ids=CONFIGS.keys())
@@ -324,3 +338,175 @@ def test_a_chrono_lstm_starts_with_memory_for_as_many_rows():
 def test_a_chrono_of_less_than_two_rows_is_refused():
     with pytest.raises(ValueError, match=r"core\.chrono=1 must be at least 2 rows"):
         Lstm(chrono=1)
+
+
+def test_the_bias_of_a_gru_keeps_memory_for_as_many_rows():
+    rows = 50
+    core = Gru(hidden=400, layers=2, chrono=rows).build(INPUT)
+    for from_input, from_itself in core.biases():
+        reset, keep, new = from_input.chunk(3)
+        assert not reset.any()
+        assert not new.any()
+        assert not from_itself.any()
+        assert keep.exp().mean().item() == pytest.approx(rows / 2, rel=0.1)
+
+
+def test_the_gru_follows_its_equations():
+    core = Gru(hidden=HIDDEN).build(INPUT).double()
+    x, h, rnn = normal(1, B, INPUT, seed=24), normal(B, HIDDEN, seed=25), core.rnn
+    given, known = x[0] @ rnn.weight_ih_l0.T + rnn.bias_ih_l0, h @ rnn.weight_hh_l0.T + rnn.bias_hh_l0
+    (r_x, z_x, n_x), (r_h, z_h, n_h) = given.chunk(3, -1), known.chunk(3, -1)
+    z = (z_x + z_h).sigmoid()
+    h_next = (1 - z) * (n_x + (r_x + r_h).sigmoid() * n_h).tanh() + z * h
+    y, state = core(x, torch.zeros(1, B, dtype=torch.bool), (h[:, None],))
+    assert_same((y[0], state[0][:, 0]), (h_next, h_next), "output, h")
+
+
+@pytest.mark.parametrize("cls", [Lstm, Gru])
+@pytest.mark.parametrize("bptt", [1, 4])
+def test_truncated_gradients_stop_at_every_piece(cls, bptt):
+    core = cls(hidden=HIDDEN, bptt=bptt).build(INPUT).double()
+    whole = cls(hidden=HIDDEN).build(INPUT).double()
+    whole.load_state_dict(core.state_dict())
+    x, is_first, state = normal(T, B, INPUT, seed=3).requires_grad_(), borders(0.1), lived_in(core)
+    y, final = core(x, is_first, state)
+    expected, expected_final = whole(x, is_first, state)
+    assert_same((y, *final), (expected, *expected_final), "outputs do not depend on it")
+    (gradient,) = torch.autograd.grad(y[T - 1].sum(), x)
+    first = (T - 1) // bptt * bptt
+    assert not gradient[:first].any()
+    assert gradient[first:].any()
+
+
+FAST = [LinearTransformer, DeltaNet, RecurrentDeltaNet, DeltaRnn]
+
+
+@pytest.mark.parametrize("cls", FAST)
+def test_truncated_fast_weights_learn_only_from_the_piece(cls):
+    core = small(cls, bptt=4).build(INPUT).double()
+    x = normal(T, B, INPUT, seed=3).requires_grad_()
+    y, _ = core(x, borders(0), lived_in(core))
+    (gradient,) = torch.autograd.grad(y[T - 1].sum(), x)
+    assert not gradient[:12].any()
+    assert gradient[12:].any()
+
+
+def test_a_window_of_one_row_remembers_nothing():
+    core = small(Gpt, window=1).build(INPUT).double()
+    x = normal(T, B, INPUT, seed=7)
+    other = x.clone()
+    other[:-1] += 1
+    assert torch.equal(
+        core(x, borders(0), core.initial_state(B))[0][-1], core(other, borders(0), core.initial_state(B))[0][-1]
+    )
+
+
+def test_a_window_forgets_what_lies_before_it():
+    core = small(Gpt, window=4, layers=1).build(INPUT).double()
+    x = normal(T, B, INPUT, seed=7)
+    old, recent = x.clone(), x.clone()
+    old[T - 5] += 1
+    recent[T - 4] += 1
+    y, y_old, y_recent = (core(z, borders(0), core.initial_state(B))[0][-1] for z in (x, old, recent))
+    assert torch.equal(y, y_old)
+    assert not torch.equal(y, y_recent)
+
+
+def test_a_window_that_covers_the_episode_is_exact():
+    tight, wide = small(Gpt, window=T).build(INPUT).double(), small(Gpt, window=3 * T).build(INPUT).double()
+    wide.load_state_dict(tight.state_dict())
+    x = normal(T, B, INPUT, seed=7)
+    assert_same(
+        (tight(x, borders(0), tight.initial_state(B))[0],), (wide(x, borders(0), wide.initial_state(B))[0],), "output"
+    )
+
+
+def attention_by_hand(core: Any, x: Tensor) -> Tensor:
+    """GPT-2's block as its equations say, for one episode [T, E] from its first row."""
+    E, heads = core.width, core.layers[0].heads
+    position = torch.arange(len(x), dtype=torch.float64)[:, None]
+    place = torch.zeros(len(x), E, dtype=torch.float64)
+    for i in range(0, E, 2):
+        place[:, i] = torch.sin(position[:, 0] / 10000 ** (i / E))
+        place[:, i + 1] = torch.cos(position[:, 0] / 10000 ** (i / E))
+    x = core.project(x) + place
+    for layer in core.layers:
+        q, k, v = layer.qkv(layer.norm(x)).chunk(3, -1)
+        heard = []
+        for part in range(heads):
+            cut = slice(part * E // heads, (part + 1) * E // heads)
+            score = q[:, cut] @ k[:, cut].T / (E // heads) ** 0.5
+            score = score.masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), float("-inf"))
+            heard.append(score.softmax(-1) @ v[:, cut])
+        x = x + layer.out(torch.cat(heard, -1))
+        x = x + layer.ff_out(nn.functional.gelu(layer.ff_in(layer.ff_norm(x)), approximate="tanh"))
+    return core.norm(x)
+
+
+def test_the_gpt_follows_its_equations():
+    core = small(Gpt).build(INPUT).double()
+    for p in core.parameters():
+        nn.init.normal_(p, generator=torch.Generator().manual_seed(p.numel()))
+    x = normal(T, B, INPUT, seed=31)
+    y, _ = core(x, borders(0), core.initial_state(B))
+    assert_same((y,), (torch.stack([attention_by_hand(core, x[:, b]) for b in range(B)], 1),), "output")
+
+
+def test_rotary_positions_see_distances_only():
+    q = normal(B, 2, HIDDEN, seed=9)
+    near, far = (rotate(q, torch.tensor([[a, a + 3]] * B), 2) for a in (0, 17))
+    assert_same(((near[:, 0] * near[:, 1]).sum(-1),), ((far[:, 0] * far[:, 1]).sum(-1),), "similarity at distance 3")
+
+
+@pytest.mark.parametrize("cls", [Gpt, *FAST])
+def test_dropout_acts_while_learning_only(cls):
+    core = small(cls, dropout=0.5).build(INPUT).double()
+    x, nowhere = normal(T, B, INPUT, seed=7), borders(0)
+    torch.manual_seed(0)
+    noisy = [core(x, nowhere, core.initial_state(B))[0] for _ in range(2)]
+    core.eval()
+    calm = [core(x, nowhere, core.initial_state(B))[0] for _ in range(2)]
+    assert not torch.equal(*noisy)
+    assert torch.equal(*calm)
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings", "sentence"),
+    [
+        (Gpt, {"width": 10, "heads": 4}, r"core\.heads=4 must divide core\.width=10"),
+        (Gpt, {"window": 0}, r"core\.window=0 must be at least 1"),
+        (Gpt, {"dropout": 1.0}, r"core\.dropout=1.0 must lie in \[0, 1\)"),
+        (Gpt, {"positions": "rotary", "width": 6, "heads": 2}, "even head width, not 3"),
+        (Gpt, {"feedforward": 0}, r"core\.feedforward=0"),
+        (DeltaNet, {"width": 10, "heads": 4}, r"core\.heads=4 must divide core\.width=10"),
+        (DeltaNet, {"head_width": 0}, r"core\.head-width=0"),
+        (DeltaRnn, {"bptt": 0}, r"core\.bptt=0 must be at least 1 row"),
+        (RecurrentDeltaNet, {"dropout": -0.1}, r"core\.dropout=-0.1 must lie in \[0, 1\)"),
+        (LinearTransformer, {"layers": 0}, r"core\.layers=0 must be at least 1"),
+        (Lstm, {"bptt": 0}, r"core\.bptt=0 must be at least 1 row"),
+        (Gru, {"hidden": 0}, r"core\.hidden=0 must be at least 1"),
+        (Gru, {"chrono": 1}, r"core\.chrono=1 must be at least 2 rows"),
+    ],
+)
+def test_numbers_that_cannot_work_are_refused(cls, settings, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        cls(**settings)
+
+
+@pytest.mark.parametrize(
+    ("cls", "total", "floats"),
+    [
+        (Ff, 1_091_038, 0),
+        (Lstm, 1_618_391, 512),
+        (LinearTransformer, 1_518_679, 8_192),
+        (DeltaNet, 1_519_703, 8_192),
+        (RecurrentDeltaNet, 1_544_535, 8_448),
+        (DeltaRnn, 1_586_263, 16_640),
+    ],
+)
+def test_sizes_with_the_residual_network_and_six_actions_are_the_published_ones(cls, total, floats):
+    spec = Spec("Pong", (1, 84, 84), torch.uint8, 6)
+    net = Net(encoder=Resnet(), frame_stack=4, prev_action=False)
+    agent = ImpalaAgent(spec, net, cls())
+    assert sum(p.numel() for p in agent.parameters()) == total
+    assert sum(s[0].numel() for s in agent.torso.core.initial_state(1)) == floats

@@ -7,7 +7,7 @@ from bestiary.cores import Ff, Lstm
 from bestiary.envs import Atari, Catch, Gym, Recall
 from bestiary.experiment import Evaluation, Experiment
 from bestiary.nets import Mlp, Net, Shallow
-from bestiary.optim import Adam
+from bestiary.optim import Adam, RmsProp
 from bestiary.runtime import Local
 
 recall = Experiment(
@@ -53,20 +53,22 @@ cartpole = replace(
 
 pong = Experiment(
     env=Atari(game="Pong"),
+    # short unrolls and many small updates: with T = 20 nothing was learnt for millions of frames
     algo=Impala(
-        unroll=20,  # agent steps
-        batch_size=8,  # trajectories: four updates per unroll
+        unroll=5,  # agent steps
+        batch_size=16,  # trajectories: two updates per unroll
         discount=0.99,
         reward_clip="abs_one",
+        baseline_cost=1.0,
         entropy_cost=0.01,
         reduction="mean",
         grad_norm=0.5,
         lr_decay="linear",
-        optimizer=Adam(lr=5e-4, eps=1e-5),
+        optimizer=RmsProp(lr=7e-4, eps=1e-5),  # epsilon outside the root: a larger one swamps these small gradients
     ),
     core=Ff(),
-    net=Net(encoder=Shallow(hidden_size=512), frame_stack=4),
+    net=Net(encoder=Shallow(hidden_size=512), frame_stack=4, init="orthogonal"),
     runtime=Local(envs=32),
-    frames=24_000_000,  # = 6M agent steps
+    frames=12_000_000,  # = 3M agent steps
     evaluation=Evaluation(every=2_000_000, episodes=8),
 )

@@ -10,6 +10,7 @@ The way back goes through a chunk in blocks, from its end. The forward pass leav
 cost nothing. They are made value by key: then reading them backwards is a sum of rows too. G is the gradient of the
 memory, key by value.
 """
+# ruff: noqa: RUF005 (compiled code joins tuples, it does not unpack into them)
 
 import math
 

@@ -148,7 +148,8 @@ def exp(typing, x):
 
     def generate(context, builder, signature, args):
         vector, single = args[0].type, isinstance(args[0].type.element, ir.FloatType)
-        bits, bias, mantissa, terms, low, high = (32, 127, 23, 7, -87.0, 88.0) if single else (64, 1023, 52, 13, -708.0, 709.0)
+        bits, bias, mantissa, terms = (32, 127, 23, 7) if single else (64, 1023, 52, 13)
+        low, high = (-87.0, 88.0) if single else (-708.0, 709.0)
         log2_high, log2_low = (0.693359375, -2.12194440e-4) if single else (6.93145751953125e-1, 1.42860682030941723e-6)
 
         def number(value):
@@ -194,25 +195,14 @@ def _operator(name):
 _add, _subtract, _multiply, _divide = (_operator(name) for name in ("fadd", "fsub", "fmul", "fdiv"))
 
 
-@overload(operator.add)
-def _(x, y):
-    if isinstance(x, Row) and isinstance(y, Row):
-        return lambda x, y: _add(x, y)
+def _between_rows(operation, apply):
+    @overload(operation)
+    def choose(x, y):
+        both = isinstance(x, Row) and isinstance(y, Row)
+        return (lambda x, y: apply(x, y)) if both else None
 
 
-@overload(operator.sub)
-def _(x, y):
-    if isinstance(x, Row) and isinstance(y, Row):
-        return lambda x, y: _subtract(x, y)
-
-
-@overload(operator.mul)
-def _(x, y):
-    if isinstance(x, Row) and isinstance(y, Row):
-        return lambda x, y: _multiply(x, y)
-
-
-@overload(operator.truediv)
-def _(x, y):
-    if isinstance(x, Row) and isinstance(y, Row):
-        return lambda x, y: _divide(x, y)
+_between_rows(operator.add, _add)
+_between_rows(operator.sub, _subtract)
+_between_rows(operator.mul, _multiply)
+_between_rows(operator.truediv, _divide)

@@ -1,0 +1,38 @@
+"""Two memories that overwrite: one answers the input, the other answers the last answer."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from bestiary.cores.base import Core
+from bestiary.cores.fast import FastCore, FastLayer, FastWeights
+from bestiary.ops import fastweights
+from bestiary.ops.fastweights.loops import FeatureMap
+from bestiary.types import State
+
+
+class DeltaRnnLayer(FastLayer):
+    def __init__(self, cfg: "DeltaRnn") -> None:
+        super().__init__(cfg, per_head=5 * cfg.lanes + 2, strengths=2, beta_bias=cfg.beta_bias)
+        self.phi: FeatureMap = cfg.feature_map
+
+    def memories(self, batch_size: int) -> State:
+        (W,) = super().memories(batch_size)
+        return W, W.clone(), W.new_zeros(batch_size, self.heads, self.lanes)
+
+    def remember(self, asked: Tensor, is_first: Tensor, memory: State) -> tuple[Tensor, State]:
+        y, W, R = fastweights.delta_rnn(asked, is_first, *memory, self.phi, self.bptt)
+        return y, (W, R, y[-1])
+
+
+@dataclass(frozen=True)
+class DeltaRnn(FastWeights):
+    """A recurrent network whose weights, input and recurrent alike, are written as it runs."""
+
+    feature_map: FeatureMap = "softmax"
+    """of queries and keys"""
+    beta_bias: float | None = None
+    """first bias of both write strengths' logits; None: no bias"""
+
+    def build(self, input_width: int) -> Core:
+        return FastCore(input_width, self, [DeltaRnnLayer(self) for _ in range(self.layers)])

@@ -1,0 +1,106 @@
+"""The shell around every fast-weight memory: project, then layers of (memory, feedforward), as Irie et al. 2021 do."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bestiary.cores.base import Core
+from bestiary.errors import UserError
+from bestiary.types import State
+
+
+@dataclass(frozen=True)
+class FastWeights:
+    """What all fast-weight memories let one choose."""
+
+    width: int = 128
+    """of the core, between its layers"""
+    layers: int = 2
+    heads: int = 4
+    head_width: int | None = None
+    """of keys, queries and values; None: width / heads"""
+    feedforward: int = 512
+    """units of the feedforward block of each layer"""
+    dropout: float = 0.0
+    """while learning; never while acting or in targets"""
+    bptt: int | None = None
+    """rows the gradient flows back through memory; None: the whole chunk, 1: as the published code did"""
+
+    def __post_init__(self) -> None:
+        for name in ("width", "layers", "heads", "feedforward"):
+            if getattr(self, name) < 1:
+                raise UserError(f"core.{name}={getattr(self, name)} must be at least 1")
+        if self.head_width is None and self.width % self.heads:
+            raise UserError(
+                f"core.heads={self.heads} must divide core.width={self.width}, or set core.head-width yourself"
+            )
+        if self.head_width is not None and self.head_width < 1:
+            raise UserError(f"core.head-width={self.head_width} must be at least 1")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"core.dropout={self.dropout} must lie in [0, 1)")
+        if self.bptt is not None and self.bptt < 1:
+            raise UserError(f"core.bptt={self.bptt} must be at least 1 row, or None for the whole chunk")
+
+    @property
+    def lanes(self) -> int:
+        """D: the width of a head."""
+        return self.width // self.heads if self.head_width is None else self.head_width
+
+
+class FastLayer(nn.Module):
+    """x + W_o memory(LN(x)), then x + feedforward(LN(x)). A subclass says what the memory is."""
+
+    def __init__(self, cfg: FastWeights, per_head: int, strengths: int = 0, beta_bias: float | None = None) -> None:
+        super().__init__()
+        self.heads, self.lanes, self.bptt, self.dropout = cfg.heads, cfg.lanes, cfg.bptt, cfg.dropout
+        self.norm = nn.LayerNorm(cfg.width)
+        self.slow = nn.Linear(cfg.width, cfg.heads * per_head, bias=False)
+        self.out = nn.Linear(cfg.heads * cfg.lanes, cfg.width, bias=False)
+        self.ff_norm = nn.LayerNorm(cfg.width)
+        self.ff_in = nn.Linear(cfg.width, cfg.feedforward)
+        self.ff_out = nn.Linear(cfg.feedforward, cfg.width)
+        # how eagerly to write at first; without it the slow weights alone decide, as published
+        self.beta = None if beta_bias is None else nn.Parameter(torch.full((cfg.heads, strengths), float(beta_bias)))
+
+    def memories(self, batch_size: int) -> State:
+        """Empty memory: [B, H, D, D], and whatever else the rule carries on."""
+        return (self.slow.weight.new_zeros(batch_size, self.heads, self.lanes, self.lanes),)
+
+    def remember(self, asked: Tensor, is_first: Tensor, memory: State) -> tuple[Tensor, State]:
+        """[T, B, H, per_head] -> [T, B, H, D] by the layer's rule."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, is_first: Tensor, memory: State) -> tuple[Tensor, State]:
+        asked = self.slow(self.norm(x)).unflatten(-1, (self.heads, -1))
+        if self.beta is not None:
+            asked = asked + F.pad(self.beta, (asked.shape[-1] - self.beta.shape[-1], 0))
+        y, memory = self.remember(asked, is_first, memory)
+        x = x + self.drop(self.out(y.flatten(2)))
+        return x + self.drop(self.ff_out(self.drop(F.relu(self.ff_in(self.ff_norm(x)))))), memory
+
+    def drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+class FastCore(Core):
+    """State: the layers' memories one after the other, each leaf [B, H, ...]."""
+
+    def __init__(self, input_width: int, cfg: FastWeights, layers: list[FastLayer]) -> None:
+        super().__init__()
+        self.width = cfg.width
+        self.project = nn.Linear(input_width, cfg.width)
+        self.layers = nn.ModuleList(layers)
+
+    def initial_state(self, batch_size: int) -> State:
+        return tuple(leaf for layer in self.layers for leaf in layer.memories(batch_size))  # type: ignore
+
+    def forward(self, x: Tensor, is_first: Tensor, state: State) -> tuple[Tensor, State]:
+        x = self.project(x)
+        leaves = len(state) // len(self.layers)
+        after: State = ()
+        for i, layer in enumerate(self.layers):
+            x, memory = layer(x, is_first, state[i * leaves : (i + 1) * leaves])
+            after += memory
+        return x, after

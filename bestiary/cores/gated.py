@@ -1,0 +1,99 @@
+"""Gated recurrent networks: one fused call per chunk, wherever in it episodes begin."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from bestiary.cores.base import Core
+from bestiary.errors import UserError
+from bestiary.types import State
+
+
+class GatedCore(Core):
+    """An nn.LSTM or nn.GRU that forgets where it should. State: h (and c), each [B, layers, width]."""
+
+    def __init__(self, rnn: nn.LSTM | nn.GRU, leaves: int, bptt: int | None) -> None:
+        super().__init__()
+        self.rnn = rnn
+        self.width = rnn.hidden_size
+        self.leaves = leaves
+        self.bptt = bptt
+
+    def initial_state(self, batch_size: int) -> State:
+        weight: Tensor = self.rnn.weight_hh_l0  # type: ignore
+        return tuple(weight.new_zeros(batch_size, self.rnn.num_layers, self.width) for _ in range(self.leaves))
+
+    def biases(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of each layer: from the input, [gates * width], and from itself."""
+        for layer in range(self.rnn.num_layers):
+            yield getattr(self.rnn, f"bias_ih_l{layer}"), getattr(self.rnn, f"bias_hh_l{layer}")
+
+    def time_constants(self, rows: int) -> Tensor:
+        """Biases that make units remember for 1 to `rows` rows (Tallec & Ollivier 2018)."""
+        return torch.empty(self.width).uniform_(1, max(2, rows - 1)).log()
+
+    def forward(self, x: Tensor, is_first: Tensor, state: State) -> tuple[Tensor, State]:
+        if self.bptt is None:
+            return self._chunk(x, is_first, state)
+        outputs = []
+        for rows, first in zip(x.split(self.bptt), is_first.split(self.bptt), strict=True):
+            y, state = self._chunk(rows, first, tuple(s.detach() for s in state))
+            outputs.append(y)
+        return torch.cat(outputs), state
+
+    def _chunk(self, x: Tensor, is_first: Tensor, state: State) -> tuple[Tensor, State]:
+        keep = ~is_first[0][:, None, None]
+        memory = tuple(torch.where(keep, s, 0).transpose(0, 1).contiguous() for s in state)
+        if is_first[1:].any():
+            y, memory = self._segments(x, is_first, memory)
+        else:
+            y, memory = self._call(x, memory)
+        return y, tuple(m.transpose(0, 1) for m in memory)
+
+    def _call(self, x: Tensor | PackedSequence, memory: State) -> tuple[Tensor, State]:
+        """nn.LSTM keeps its memory in a pair, nn.GRU in a single tensor."""
+        if self.leaves == 1:
+            y, h = self.rnn(x, memory[0])
+            return y, (h,)
+        return self.rnn(x, memory)
+
+    def _segments(self, x: Tensor, is_first: Tensor, memory: State) -> tuple[Tensor, State]:
+        """One fused call over all episodes of the chunk, each a sequence of its own.
+
+        The rows are laid out as a packed sequence: sequences by falling length, step by step, so the
+        cost is that of the rows alone, without padding and without a loop over time.
+        """
+        T, B = is_first.shape
+        opens = is_first.clone()
+        opens[0] = True
+        row, col = opens.t().nonzero().unbind(1)[::-1]  # segment starts, ordered by column then time
+        next_row = torch.cat([row[1:], row.new_tensor([T])])
+        next_row = torch.where(torch.cat([col[1:] != col[:-1], col.new_tensor([1]).bool()]), T, next_row)
+        length, order = (next_row - row).sort(descending=True, stable=True)
+        row, col = row[order], col[order]
+
+        at = torch.arange(int(length[0]), device=x.device)[:, None]  # [longest, 1]
+        alive = at < length  # [longest, S]
+        source = ((row + at) * B + col)[alive]  # row of the flat chunk, in packed order
+        carried = (row == 0)[None, :, None]
+        packed = PackedSequence(x.flatten(0, 1)[source], alive.sum(1).cpu())
+        y, after = self._call(packed, tuple(torch.where(carried, m[:, col], 0) for m in memory))
+
+        back = torch.empty_like(source)
+        back[source] = torch.arange(len(source), device=x.device)
+        last = (row + length == T).nonzero().squeeze(1)  # the segment that ends the chunk, per column
+        last = last[col[last].argsort()]
+        return y.data[back].view(T, B, -1), tuple(m[:, last] for m in after)
+
+
+def check_gated(hidden: int | None, layers: int, chrono: int | None, bptt: int | None) -> None:
+    if layers < 1:
+        raise UserError(f"core.layers={layers} must be at least 1")
+    if hidden is not None and hidden < 1:
+        raise UserError(f"core.hidden={hidden} must be at least 1")
+    if chrono is not None and chrono < 2:
+        raise UserError(f"core.chrono={chrono} must be at least 2 rows")
+    if bptt is not None and bptt < 1:
+        raise UserError(f"core.bptt={bptt} must be at least 1 row, or None for the whole chunk")

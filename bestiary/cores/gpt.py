@@ -1,0 +1,188 @@
+"""Memory that keeps everything: look back at every row of the episode and choose what matters."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bestiary.cores.base import Core
+from bestiary.errors import UserError
+from bestiary.types import State
+
+Positions = Literal["sine", "rotary", "learned"]
+
+
+class View(NamedTuple):
+    """Which rows a chunk's rows may look at, worked out once for all layers.
+
+    Keys lie side by side: the ring of the past (if anyone can see it), then the chunk's own rows.
+    """
+
+    position: Tensor  # [T, B] rows since the episode began
+    past: bool  # the ring is visible to someone
+    mask: Tensor | None  # [B, 1, T, keys]; None: plainly causal
+    source: Tensor  # [B, window] which row of the chunk each slot of the ring holds afterwards; negative: none
+    carried: Tensor  # [B] the episode before the chunk goes on to its end, so other slots keep what they hold
+
+
+class GptLayer(nn.Module):
+    """Pre-norm attention, then a pre-norm feedforward block four times as wide."""
+
+    def __init__(self, cfg: "Gpt") -> None:
+        super().__init__()
+        self.heads, self.dropout = cfg.heads, cfg.dropout
+        self.rotary = cfg.positions == "rotary"
+        self.norm = nn.LayerNorm(cfg.width)
+        self.qkv = nn.Linear(cfg.width, 3 * cfg.width)
+        self.out = nn.Linear(cfg.width, cfg.width)
+        self.ff_norm = nn.LayerNorm(cfg.width)
+        self.ff_in = nn.Linear(cfg.width, cfg.feedforward or 4 * cfg.width)
+        self.ff_out = nn.Linear(cfg.feedforward or 4 * cfg.width, cfg.width)
+
+    def forward(self, x: Tensor, view: View, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x: [T, B, E]; keys, values: [B, window, E], the ring. Returns also the ring afterwards."""
+        q, k, v = self.qkv(self.norm(x)).transpose(0, 1).chunk(3, -1)  # [B, T, E]
+        if self.rotary:
+            q, k = (rotate(z, view.position.t(), self.heads) for z in (q, k))
+        seen_k, seen_v = (torch.cat([keys, k], 1), torch.cat([values, v], 1)) if view.past else (k, v)
+        q, seen_k, seen_v = (z.unflatten(-1, (self.heads, -1)).transpose(1, 2) for z in (q, seen_k, seen_v))
+        y = F.scaled_dot_product_attention(
+            q,
+            seen_k,
+            seen_v,
+            attn_mask=view.mask,
+            is_causal=view.mask is None,
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        x = x + self.drop(self.out(y.transpose(1, 2).flatten(2).transpose(0, 1)))
+        x = x + self.drop(self.ff_out(F.gelu(self.ff_in(self.ff_norm(x)), approximate="tanh")))
+        return x, turn(keys, k, view), turn(values, v, view)
+
+    def drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+def turn(ring: Tensor, rows: Tensor, view: View) -> Tensor:
+    """The ring after a chunk: slots take the row that now belongs there, keep what they had, or are empty."""
+    taken = rows.gather(1, view.source.clamp(min=0)[..., None].expand(-1, -1, rows.shape[-1]))
+    kept = torch.where(view.carried[:, None, None], ring, 0)
+    return torch.where((view.source >= 0)[..., None], taken, kept)
+
+
+def waves(position: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Sine and cosine of the position at width / 2 wavelengths, from 2 pi to 20,000 pi."""
+    pace = torch.arange(0, width, 2, device=position.device, dtype=torch.float64) * (-math.log(10000.0) / width)
+    angle = position[..., None].to(torch.float64) * pace.exp()
+    return angle.sin().to(dtype), angle.cos().to(dtype)
+
+
+def rotate(x: Tensor, position: Tensor, heads: int) -> Tensor:
+    """Turn pairs of features by an angle that grows with the position (Su et al. 2021): only distances matter."""
+    x = x.unflatten(-1, (heads, -1))  # [B, T, H, D]
+    sin, cos = (w[:, :, None] for w in waves(position, x.shape[-1], x.dtype))
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-3)
+
+
+class GptCore(Core):
+    """State: keys and values of every layer, each a ring [B, window, E], and how many rows the episode has had [B].
+
+    The row at position p lies in slot p % window, so acting writes one slot and moves nothing.
+    """
+
+    def __init__(self, cfg: "Gpt", input_width: int) -> None:
+        super().__init__()
+        self.width, self.window, self.dropout = cfg.width, cfg.window, cfg.dropout
+        self.positions = cfg.positions
+        self.project = nn.Linear(input_width, cfg.width)
+        self.table = nn.Embedding(cfg.window, cfg.width) if cfg.positions == "learned" else None
+        self.layers = nn.ModuleList(GptLayer(cfg) for _ in range(cfg.layers))
+        self.norm = nn.LayerNorm(cfg.width)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear):
+                nn.init.zeros_(module.bias)
+
+    def initial_state(self, batch_size: int) -> State:
+        weight = self.project.weight
+        rings = (weight.new_zeros(batch_size, self.window, self.width) for _ in range(2 * len(self.layers)))
+        return *rings, torch.zeros(batch_size, dtype=torch.int64, device=weight.device)
+
+    def forward(self, x: Tensor, is_first: Tensor, state: State) -> tuple[Tensor, State]:
+        *rings, count = state
+        view = self.look(is_first, count)
+        x = self.project(x)
+        if self.positions == "sine":
+            sin, cos = waves(view.position, self.width, x.dtype)
+            x = x + torch.stack([sin, cos], -1).flatten(-2)[..., : self.width]
+        elif self.table is not None:
+            x = x + self.table(view.position.clamp(max=self.window - 1))
+        if self.dropout:
+            x = F.dropout(x, self.dropout, self.training)
+        after: list[Tensor] = []
+        for i, layer in enumerate(self.layers):
+            x, keys, values = layer(x, view, rings[2 * i], rings[2 * i + 1])
+            after += [keys, values]
+        return self.norm(x), (*after, view.position[-1] + 1)
+
+    def look(self, is_first: Tensor, count: Tensor) -> View:
+        T, _ = is_first.shape
+        W, device = self.window, is_first.device
+        now = torch.arange(T, device=device)
+        opened = torch.where(is_first, now[:, None], -1).cummax(0).values  # [T, B] row where its episode began, or -1
+        position = torch.where(opened < 0, count + now[:, None], now[:, None] - opened)
+
+        slot = torch.arange(W, device=device)
+        newest = position[-1][:, None] - (position[-1][:, None] - slot) % W  # [B, W] position a slot holds afterwards
+        source = torch.where(newest < 0, -1, newest - position[-1][:, None] + T - 1)
+        carried = opened[-1] < 0
+
+        past = bool((~is_first[0] & (count > 0)).any())
+        plain = not past and T <= W and not bool(is_first[1:].any())
+        if plain:
+            return View(position, False, None, source, carried)
+        same = opened.t()[:, :, None] == opened.t()[:, None, :]  # [B, T, T]
+        back = now[:, None] - now
+        mask = same & (back >= 0) & (back < W)
+        if past:
+            held = count[:, None] - 1 - (count[:, None] - 1 - slot) % W  # [B, W] position a slot holds before
+            age = position.t()[:, :, None] - held[:, None, :]
+            mask = torch.cat([(opened.t()[:, :, None] < 0) & (held >= 0)[:, None, :] & (age < W), mask], -1)
+        return View(position, past, mask[:, None], source, carried)
+
+
+@dataclass(frozen=True)
+class Gpt:
+    """A causal Transformer over the episode: everything within the window is remembered exactly."""
+
+    width: int = 128
+    layers: int = 2
+    heads: int = 4
+    feedforward: int | None = None
+    """units of the feedforward block; None: four times the width"""
+    window: int = 128
+    """rows that can be looked back at, the current one included; memory per environment grows with it"""
+    positions: Positions = "sine"
+    """how a row knows its place: sine (added to the input), rotary, or a learned table of window entries"""
+    dropout: float = 0.0
+    """while learning; never while acting or in targets"""
+
+    def __post_init__(self) -> None:
+        for name in ("width", "layers", "heads", "window"):
+            if getattr(self, name) < 1:
+                raise UserError(f"core.{name}={getattr(self, name)} must be at least 1")
+        if self.width % self.heads:
+            raise UserError(f"core.heads={self.heads} must divide core.width={self.width}")
+        if self.positions == "rotary" and (self.width // self.heads) % 2:
+            raise UserError(f"rotary positions need an even head width, not {self.width // self.heads}")
+        if self.feedforward is not None and self.feedforward < 1:
+            raise UserError(f"core.feedforward={self.feedforward} must be at least 1")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"core.dropout={self.dropout} must lie in [0, 1)")
+
+    def build(self, input_width: int) -> Core:
+        return GptCore(self, input_width)

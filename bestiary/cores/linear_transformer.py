@@ -1,0 +1,32 @@
+"""Memory that adds up: every row writes its value at its key, and nothing is ever taken away."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from bestiary.cores.base import Core
+from bestiary.cores.fast import FastCore, FastLayer, FastWeights
+from bestiary.ops import fastweights
+from bestiary.ops.fastweights.loops import FeatureMap
+from bestiary.types import State
+
+
+class LinearTransformerLayer(FastLayer):
+    def __init__(self, cfg: "LinearTransformer") -> None:
+        super().__init__(cfg, per_head=3 * cfg.lanes)
+        self.phi: FeatureMap = cfg.feature_map
+
+    def remember(self, asked: Tensor, is_first: Tensor, memory: State) -> tuple[Tensor, State]:
+        y, W = fastweights.linear_transformer(asked, is_first, memory[0], self.phi, self.bptt)
+        return y, (W,)
+
+
+@dataclass(frozen=True)
+class LinearTransformer(FastWeights):
+    """Attention without the softmax, so that the past fits into one matrix per head."""
+
+    feature_map: FeatureMap = "elu"
+    """of queries and keys"""
+
+    def build(self, input_width: int) -> Core:
+        return FastCore(input_width, self, [LinearTransformerLayer(self) for _ in range(self.layers)])

@@ -1,0 +1,42 @@
+"""A Delta Net that hears itself: its last answer shifts what it asks, tells and how strongly."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from bestiary.cores.base import Core
+from bestiary.cores.fast import FastCore, FastLayer, FastWeights
+from bestiary.ops import fastweights
+from bestiary.ops.fastweights.loops import FeatureMap, Recurrence
+from bestiary.types import State
+
+
+class RecurrentDeltaNetLayer(FastLayer):
+    def __init__(self, cfg: "RecurrentDeltaNet") -> None:
+        H, D = cfg.heads, cfg.lanes
+        super().__init__(cfg, per_head=3 * D + 1, strengths=1, beta_bias=cfg.beta_bias)
+        self.phi: FeatureMap = cfg.feature_map
+        self.heard_q, self.heard_k, self.heard_v = (nn.Parameter(torch.randn(H, D, D) / D**0.5) for _ in range(3))
+        self.heard_beta = nn.Parameter(torch.randn(H, D) / D**0.5)
+
+    def memories(self, batch_size: int) -> State:
+        return *super().memories(batch_size), self.slow.weight.new_zeros(batch_size, self.heads, self.lanes)
+
+    def remember(self, asked: Tensor, is_first: Tensor, memory: State) -> tuple[Tensor, State]:
+        heard = Recurrence(self.heard_q, self.heard_k, self.heard_v, self.heard_beta)
+        y, W = fastweights.recurrent_delta_net(asked, heard, is_first, *memory, self.phi, self.bptt)
+        return y, (W, y[-1])
+
+
+@dataclass(frozen=True)
+class RecurrentDeltaNet(FastWeights):
+    """Delta Net whose queries, keys, values and write strength also depend on its previous output."""
+
+    feature_map: FeatureMap = "softmax"
+    """of queries and keys"""
+    beta_bias: float | None = None
+    """first bias of the write strength's logit; None: no bias"""
+
+    def build(self, input_width: int) -> Core:
+        return FastCore(input_width, self, [RecurrentDeltaNetLayer(self) for _ in range(self.layers)])

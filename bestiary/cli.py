@@ -1,4 +1,4 @@
-"""One program: `bestiary train|resume|eval|list|bench|doctor`. Nothing heavy is imported before it is needed."""
+"""One program with a few commands. Nothing heavy is imported before it is needed."""
 
 import errno
 import sys
@@ -15,9 +15,11 @@ usage: bestiary COMMAND ...
   train PRESET [part:choice ...] [--flags]   train, or continue if the run directory has a checkpoint
   resume RUN                                 continue a run from its last checkpoint
   eval RUN                                   play whole games on fresh seeds; statistics as a table and as JSON
+  inspect RUN                                play an episode and draw what memory holds over time
   list [WHAT]                                presets, algos, cores, envs, runtimes, games
   bench NAME                                 measure speed on this machine
-  doctor                                     versions, device, threads, and which extras are installed
+  doctor [core NAME|FILE.py:Class]           versions, device, extras; or whether a memory keeps its contract
+  ... --plugin FILE.py                       with any command: make the parts that file registers available
 
 examples:
   bestiary train recall                      IMPALA + LSTM on a memory task, two minutes
@@ -43,7 +45,12 @@ def main(argv: list[str] | None = None) -> int:
     if command is None:
         return fail(f"there is no command {args[0]!r}: {did_you_mean(args[0], COMMANDS)}")
     try:
-        return command(args[1:])
+        rest = args[1:]
+        if any(word.split("=")[0] == "--plugin" for word in rest):
+            from bestiary.plugins import use_plugins
+
+            rest = use_plugins(rest)
+        return command(rest)
     except UserError as e:  # what a user can mend, in one sentence; anything else keeps its traceback
         return fail(str(e))
     except KeyboardInterrupt:
@@ -68,4 +75,4 @@ def _command(module: str) -> Callable[[list[str]], int]:
     return call
 
 
-COMMANDS = {name: _command(name) for name in ("train", "resume", "eval", "list", "bench", "doctor")}
+COMMANDS = {name: _command(name) for name in ("train", "resume", "eval", "inspect", "list", "bench", "doctor")}

@@ -107,7 +107,8 @@ def decode(hint: Any, data: Any, where: str = "experiment") -> Any:
     by_name = {kebab(cls): cls for cls in known}
     cls = by_name.get(data.get("kind", ""))
     if cls is None:
-        raise UserError(f"{where} is of unknown kind {data.get('kind')!r}; known: {', '.join(by_name)}")
+        known = f"known: {', '.join(by_name)}; one of your own needs --plugin FILE.py"
+        raise UserError(f"{where} is of unknown kind {data.get('kind')!r}; {known}")
     hints = typing.get_type_hints(cls, include_extras=True)
     values = {k: v for k, v in data.items() if k != "kind"}
     if unknown := values.keys() - hints.keys():

@@ -227,6 +227,7 @@ class Torso(nn.Module):
     def forward(self, step: TimeStep, state: State) -> tuple[Tensor, State]:
         T, B = step.is_first.shape
         split = 0 if self.net.frame_stack == 1 else 1
+        self.core.check(state[split:])
         obs, frames = self.stack(step.obs, step.is_first, state[:split])
         x = self.encoder(obs.flatten(0, 1)).view(T, B, -1)
         inputs = [x]

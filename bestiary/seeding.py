@@ -2,7 +2,7 @@
 
 import numpy as np
 
-TRAIN, EVAL, ACTIONS, WEIGHTS = range(4)  # streams that must never meet
+TRAIN, EVAL, ACTIONS, WEIGHTS, LEARNING, INSPECTION = range(6)  # streams that must never meet
 
 
 def derive(*address: int) -> int:

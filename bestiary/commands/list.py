@@ -1,6 +1,7 @@
 """bestiary list [WHAT]: what there is to choose from."""
 
 import dataclasses
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -9,6 +10,7 @@ from bestiary.errors import UserError
 from bestiary.presets import PRESETS
 from bestiary.suggest import did_you_mean
 
+WIDTH = 256
 KINDS = {"algos": "algo", "cores": "core", "envs": "env", "runtimes": "runtime"}
 
 
@@ -23,6 +25,13 @@ def main(args: list[str]) -> int:
     for what in wanted:
         _show(what)
     return 0
+
+
+def _sizes(cls: Any) -> tuple[str, str]:
+    """Of a memory with its default settings."""
+    core = cls().build(WIDTH)
+    weights = sum(p.numel() for p in core.parameters())
+    return f"{weights:,}", f"{sum(leaf.numel() for leaf in core.initial_state(1)):,}"
 
 
 def _show(what: str) -> None:
@@ -46,11 +55,17 @@ def _show(what: str) -> None:
         from bestiary.experiment import family
 
         load_plugins()
-        for column in ("name", "what it is", "settings"):
+        sized = what == "cores"
+        names = family(KINDS[what])
+        table.add_column("name", min_width=max(len(f"{KINDS[what]}:{name}") for name in names))
+        for column in ("what it is", *(("weights", "state") if sized else ()), "settings"):
             table.add_column(column)
-        for name, cls in family(KINDS[what]).items():
+        for name, cls in names.items():
             sentence = (cls.__doc__ or "").strip().splitlines()[0]
             fields = ", ".join(f.name.replace("_", "-") for f in dataclasses.fields(cls))
-            table.add_row(f"{KINDS[what]}:{name}", sentence, fields or "-")
+            table.add_row(f"{KINDS[what]}:{name}", sentence, *(_sizes(cls) if sized else ()), fields or "-")
+        if sized:
+            table.caption = f"weights: with the defaults, on an input of width {WIDTH}; state: numbers per environment"
+            table.caption_justify = "left"
     Console().print(table)
     print()

@@ -2,8 +2,10 @@
 
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
+from bestiary.errors import UserError
 from bestiary.types import State
 
 
@@ -15,12 +17,33 @@ class Core(nn.Module):
     """
 
     width: int  # of the output
+    _leaves: list[tuple[int, ...]] | None = None
 
     def initial_state(self, batch_size: int) -> State:
         raise NotImplementedError
 
     def forward(self, x: Tensor, is_first: Tensor, state: State) -> tuple[Tensor, State]:
         raise NotImplementedError
+
+    def check(self, state: State) -> None:
+        """Refuse the memory of another core, or of one of another size."""
+        leaves = [tuple(leaf.shape[1:]) for leaf in state]
+        if self._leaves is None:
+            self._leaves = [tuple(leaf.shape[1:]) for leaf in self.initial_state(1)]
+        if leaves != self._leaves:
+            raise UserError(f"the state belongs to another memory: its leaves are {leaves}, not {self._leaves}")
+
+    @torch.no_grad()
+    def reveal(self, x: Tensor) -> dict[str, Tensor]:
+        """What memory holds over an episode [T, 1, D] from its first row: named [T, n] tables, a row per time step.
+
+        A core that can tell more than the size of its memory says so by its own version.
+        """
+        state, sizes = self.initial_state(1), []
+        for row in x:
+            _, state = self(row[None], torch.zeros(1, 1, dtype=torch.bool, device=x.device), state)
+            sizes.append(torch.stack([leaf.double().norm() for leaf in state]) if state else x.new_zeros(0))
+        return {"size of the memory": torch.stack(sizes)} if state else {}
 
 
 class CoreConfig(Protocol):

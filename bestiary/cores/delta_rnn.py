@@ -7,7 +7,7 @@ from torch import Tensor
 from bestiary.cores.base import Core
 from bestiary.cores.fast import FastCore, FastLayer, FastWeights
 from bestiary.ops import fastweights
-from bestiary.ops.fastweights.loops import FeatureMap
+from bestiary.ops.fastweights.loops import FeatureMap, feature_map
 from bestiary.types import State
 
 
@@ -23,6 +23,10 @@ class DeltaRnnLayer(FastLayer):
     def remember(self, asked: Tensor, is_first: Tensor, memory: State) -> tuple[Tensor, State]:
         y, W, R = fastweights.delta_rnn(asked, is_first, *memory, self.phi, self.bptt)
         return y, (W, R, y[-1])
+
+    def told(self, asked: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        q, k, _, _, _, beta = asked.split([self.lanes] * 5 + [2], -1)
+        return feature_map(self.phi, q), feature_map(self.phi, k), beta.sigmoid()
 
 
 @dataclass(frozen=True)

@@ -72,13 +72,21 @@ class FastLayer(nn.Module):
         """[T, B, H, per_head] -> [T, B, H, D] by the layer's rule."""
         raise NotImplementedError
 
-    def forward(self, x: Tensor, is_first: Tensor, memory: State) -> tuple[Tensor, State]:
+    def ask(self, x: Tensor) -> Tensor:
+        """[T, B, H, per_head]: what each row asks and tells, before the maps."""
         asked = self.slow(self.norm(x)).unflatten(-1, (self.heads, -1))
-        if self.beta is not None:
-            asked = asked + F.pad(self.beta, (asked.shape[-1] - self.beta.shape[-1], 0))
-        y, memory = self.remember(asked, is_first, memory)
+        if self.beta is None:
+            return asked
+        return asked + F.pad(self.beta, (asked.shape[-1] - self.beta.shape[-1], 0))
+
+    def forward(self, x: Tensor, is_first: Tensor, memory: State) -> tuple[Tensor, State]:
+        y, memory = self.remember(self.ask(x), is_first, memory)
         x = x + self.drop(self.out(y.flatten(2)))
         return x + self.drop(self.ff_out(self.drop(F.relu(self.ff_in(self.ff_norm(x)))))), memory
+
+    def told(self, asked: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Mapped queries and keys [T, B, H, D] and write strengths [T, B, H, n] of an episode, answers y given."""
+        raise NotImplementedError
 
     def drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
@@ -104,3 +112,26 @@ class FastCore(Core):
             x, memory = layer(x, is_first, state[i * leaves : (i + 1) * leaves])
             after += memory
         return x, after
+
+    @torch.no_grad()
+    def reveal(self, x: Tensor) -> dict[str, Tensor]:
+        """For every layer and head: how strongly each row writes, whether it asks for the first row, memory's size."""
+        nowhere = torch.zeros(1, 1, dtype=torch.bool, device=x.device)
+        x = self.project(x)
+        seen: dict[str, Tensor] = {}
+        for number, module in enumerate(self.layers, 1):
+            layer: FastLayer = module  # type: ignore
+            asked = layer.ask(x)
+            memory, answers, sizes = layer.memories(1), [], []
+            for row in asked:
+                y, memory = layer.remember(row[None], nowhere, memory)
+                answers.append(y)
+                sizes.append(memory[0][0].flatten(1).norm(dim=-1))
+            q, k, beta = layer.told(asked, torch.cat(answers))
+            if beta is not None:
+                seen[f"layer {number}: write strength"] = beta[:, 0].flatten(1)
+            alike = F.cosine_similarity(q[:, 0], k[:1, 0], dim=-1)
+            seen[f"layer {number}: query against the first row's key"] = alike
+            seen[f"layer {number}: size of the memory"] = torch.stack(sizes)
+            x, _ = layer(x, nowhere.expand(len(x), 1), layer.memories(1))
+        return seen

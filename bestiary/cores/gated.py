@@ -59,6 +59,25 @@ class GatedCore(Core):
             return y, (h,)
         return self.rnn(x, memory)
 
+    @torch.no_grad()
+    def reveal(self, x: Tensor) -> dict[str, Tensor]:
+        """Hidden state and gates of the last layer."""
+        state, shown, opened = self.initial_state(1), [], []
+        last = self.rnn.num_layers - 1
+        w_in, w_self = (getattr(self.rnn, f"weight_{kind}_l{last}") for kind in ("ih", "hh"))
+        b_in, b_self = (getattr(self.rnn, f"bias_{kind}_l{last}") for kind in ("ih", "hh"))
+        for row in x:
+            before = state[0][:, last]
+            y, state = self(row[None], torch.zeros(1, 1, dtype=torch.bool, device=x.device), state)
+            given = row if last == 0 else state[0][:, last - 1]  # what the last layer was shown
+            opened.append((given @ w_in.T + b_in + before @ w_self.T + b_self).sigmoid()[0])
+            shown.append(y[0, 0])
+        names = (
+            ("input gate", "forget gate", "", "output gate") if self.leaves == 2 else ("reset gate", "keep gate", "")
+        )
+        gates = dict(zip(names, torch.stack(opened).chunk(len(names), -1), strict=True))
+        return {"hidden state": torch.stack(shown)} | {name: gate for name, gate in gates.items() if name}
+
     def _segments(self, x: Tensor, is_first: Tensor, memory: State) -> tuple[Tensor, State]:
         """One fused call over all episodes of the chunk, each a sequence of its own.
 

@@ -129,6 +129,37 @@ class GptCore(Core):
             after += [keys, values]
         return self.norm(x), (*after, view.position[-1] + 1)
 
+    @torch.no_grad()
+    def reveal(self, x: Tensor) -> dict[str, Tensor]:
+        """For every layer, which past rows each row attends to: the mean over heads, [T, T]."""
+        T = len(x)
+        nowhere = torch.zeros(T, 1, dtype=torch.bool, device=x.device)
+        state = self.initial_state(1)
+        view = self.look(nowhere, state[-1])
+        back = torch.arange(T, device=x.device)[:, None] - torch.arange(T, device=x.device)
+        seen: dict[str, Tensor] = {}
+
+        def watch(number: int, layer: GptLayer, inputs: tuple[Tensor, ...]) -> None:
+            q, k, _ = layer.qkv(layer.norm(inputs[0])).transpose(0, 1).chunk(3, -1)
+            if layer.rotary:
+                q, k = (rotate(z, view.position.t(), layer.heads) for z in (q, k))
+            q, k = (z.unflatten(-1, (layer.heads, -1)).transpose(1, 2)[0] for z in (q, k))
+            score = (q @ k.transpose(1, 2) / q.shape[-1] ** 0.5).masked_fill(
+                (back < 0) | (back >= self.window), -torch.inf
+            )
+            seen[f"layer {number + 1}: attention to past rows"] = score.softmax(-1).mean(0)
+
+        hooks = [
+            layer.register_forward_pre_hook(lambda layer, inputs, i=i: watch(i, layer, inputs))  # type: ignore
+            for i, layer in enumerate(self.layers)
+        ]
+        try:
+            self(x, nowhere, state)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return seen
+
     def look(self, is_first: Tensor, count: Tensor) -> View:
         T, _ = is_first.shape
         W, device = self.window, is_first.device

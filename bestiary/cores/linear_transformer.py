@@ -7,7 +7,7 @@ from torch import Tensor
 from bestiary.cores.base import Core
 from bestiary.cores.fast import FastCore, FastLayer, FastWeights
 from bestiary.ops import fastweights
-from bestiary.ops.fastweights.loops import FeatureMap
+from bestiary.ops.fastweights.loops import FeatureMap, feature_map
 from bestiary.types import State
 
 
@@ -19,6 +19,10 @@ class LinearTransformerLayer(FastLayer):
     def remember(self, asked: Tensor, is_first: Tensor, memory: State) -> tuple[Tensor, State]:
         y, W = fastweights.linear_transformer(asked, is_first, memory[0], self.phi, self.bptt)
         return y, (W,)
+
+    def told(self, asked: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        q, k, _ = asked.chunk(3, -1)
+        return feature_map(self.phi, q), feature_map(self.phi, k), None
 
 
 @dataclass(frozen=True)

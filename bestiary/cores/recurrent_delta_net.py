@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from bestiary.cores.base import Core
 from bestiary.cores.fast import FastCore, FastLayer, FastWeights
 from bestiary.ops import fastweights
-from bestiary.ops.fastweights.loops import FeatureMap, Recurrence
+from bestiary.ops.fastweights.loops import FeatureMap, Recurrence, feature_map
 from bestiary.types import State
 
 
@@ -27,6 +27,13 @@ class RecurrentDeltaNetLayer(FastLayer):
         heard = Recurrence(self.heard_q, self.heard_k, self.heard_v, self.heard_beta)
         y, W = fastweights.recurrent_delta_net(asked, heard, is_first, *memory, self.phi, self.bptt)
         return y, (W, y[-1])
+
+    def told(self, asked: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        q, k, _, beta = asked.split([self.lanes, self.lanes, self.lanes, 1], -1)
+        u = torch.cat([torch.zeros_like(y[:1]), y[:-1]]).tanh()
+        q, k = (x + torch.einsum("tbhi,hij->tbhj", u, r) for x, r in ((q, self.heard_q), (k, self.heard_k)))
+        beta = (beta + torch.einsum("tbhi,hi->tbh", u, self.heard_beta)[..., None]).sigmoid()
+        return feature_map(self.phi, q), feature_map(self.phi, k), beta
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,12 @@ PRESETS: dict[str, tuple[str, str]] = {
     "monobeast-45": ("torchbeast", "MonoBeast's README recipe with 45 actors"),
     "polybeast": ("torchbeast", "PolyBeast's defaults on Pong: residual network"),
     "polybeast-docker": ("torchbeast", "what PolyBeast's Docker image runs"),
+    "rfwp-ff": ("recurrent_fwp", "Recurrent Fast Weight Programmers on Gopher (or any Atari game): no memory"),
+    "rfwp-lstm": ("recurrent_fwp", "the same with an LSTM"),
+    "rfwp-lt": ("recurrent_fwp", "the same with a Linear Transformer"),
+    "rfwp-delta-net": ("recurrent_fwp", "the same with a Delta Net"),
+    "rfwp-rdn": ("recurrent_fwp", "the same with a Recurrent Delta Net"),
+    "rfwp-delta-rnn": ("recurrent_fwp", "the same with a Delta RNN"),
 }
 
 

@@ -9,7 +9,7 @@ from bestiary import tree
 from bestiary.actor import Actor
 from bestiary.experiment import Experiment
 from bestiary.machine import choose_device, cores, keep_memory, set_threads
-from bestiary.seeding import ACTIONS, TRAIN, WEIGHTS, derive
+from bestiary.seeding import ACTIONS, LEARNING, TRAIN, WEIGHTS, derive
 from bestiary.types import Batch, Metrics, Progress, Snapshot, Trajectory
 
 
@@ -87,6 +87,8 @@ class LocalRuntime:
 
     def _update(self, batch: Batch, means: Means) -> None:
         lag = self.learner.updates - batch.trajectory.version.float().mean()
+        # dropout draws from the global stream: an address of its own makes it independent of all else
+        torch.manual_seed(derive(self.experiment.seed, LEARNING, self.learner.updates))
         update = self.learner.update(tree.to_device(batch, self.device))
         means.add(update.metrics | {"policy_lag": lag})
         if update.priorities is not None and batch.keys is not None:

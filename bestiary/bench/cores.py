@@ -1,0 +1,227 @@
+"""What a memory costs: its rule against the plain loop, the whole core against an LSTM, and a step of acting."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from bestiary.bench import medians
+from bestiary.cores import DeltaNet, DeltaRnn, Gpt, Gru, LinearTransformer, Lstm, RecurrentDeltaNet
+from bestiary.cores.base import Core, CoreConfig
+from bestiary.machine import cores as usable_cores
+from bestiary.machine import keep_memory
+from bestiary.ops import fastweights
+from bestiary.ops.fastweights import chunked, loops
+from bestiary.ops.fastweights.loops import Recurrence
+
+RULES = ("linear_transformer", "delta_net", "recurrent_delta_net", "delta_rnn")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """bestiary bench cores"""
+
+    batch: int = 32
+    """streams"""
+    heads: int = 8
+    head_width: int = 32
+    rounds: int = 7
+    """in each of which every side is timed once; the loop at T = 512 only three times"""
+    threads: int | None = None
+
+
+def rule_sides(cfg: Settings, rule: str, T: int) -> dict[str, Callable[[], object]]:
+    """Forward and backward of one rule in each of its forms, with a few episodes starting inside."""
+    torch.manual_seed(0)
+    B, H, D = cfg.batch, cfg.heads, cfg.head_width
+    columns = {"linear_transformer": 3 * D, "delta_rnn": 5 * D + 2}.get(rule, 3 * D + 1)
+    x = torch.randn(T, B, H, columns, requires_grad=True)
+    reset = torch.rand(T, B) < 0.02
+    W = torch.zeros(B, H, D, D)
+    weights = [torch.randn(H, D, D) / D**0.5 for _ in range(3)] + [torch.randn(H, D) / D**0.5]
+    R = Recurrence(*(w.requires_grad_() for w in weights))
+    y0, g = torch.zeros(B, H, D), torch.randn(T, B, H, D)
+
+    def side(form: Any) -> Callable[[], object]:
+        def run() -> None:
+            wanted: list[Tensor] = [x]
+            if rule == "recurrent_delta_net":
+                y, wanted = form.recurrent_delta_net(x, R, reset, W, y0)[0], [x, *R]
+            elif rule == "delta_rnn":
+                y = form.delta_rnn(x, reset, W, W, y0)[0]
+            else:
+                y = getattr(form, rule)(x, reset, W)[0]
+            torch.autograd.grad(y, wanted, g)
+
+        return run
+
+    sides = {"loop": side(loops), "fast": side(fastweights)}
+    if hasattr(chunked, rule):
+        sides["chunked"] = side(chunked)
+    return sides
+
+
+def learn_side(core: nn.Module, T: int, B: int, width: int, episodes: bool = True) -> Callable[[], object]:
+    """Forward and backward of a whole core (or a plain nn.LSTM) on one chunk."""
+    torch.manual_seed(0)
+    x = torch.randn(T, B, width, requires_grad=True)
+    is_first = (torch.rand(T, B) < 0.02) if episodes else torch.zeros(T, B, dtype=torch.bool)
+    state = core.initial_state(B) if isinstance(core, Core) else None
+    wanted = [x, *core.parameters()]
+
+    def run() -> None:
+        y = core(x, is_first, state)[0] if isinstance(core, Core) else core(x)[0]
+        torch.autograd.grad(y.sum(), wanted)
+
+    return run
+
+
+def act_side(core: Core, B: int, width: int) -> Callable[[], object]:
+    """Twenty rows, one by one, as an actor asks for them."""
+    x, nowhere = torch.randn(1, B, width), torch.zeros(1, B, dtype=torch.bool)
+    state = core.initial_state(B)
+
+    @torch.no_grad()
+    def run() -> None:
+        memory = state
+        for _ in range(20):
+            _, memory = core(x, nowhere, memory)
+
+    return run
+
+
+def parameters(core: nn.Module) -> int:
+    return sum(p.numel() for p in core.parameters())
+
+
+def lstm_of(count: int, width: int) -> nn.LSTM:
+    """The LSTM on inputs of this width whose number of weights comes nearest."""
+    sizes = range(8, 2048, 8)
+    hidden = min(sizes, key=lambda h: abs(4 * h * (width + h + 2) - count))
+    return nn.LSTM(width, hidden)
+
+
+def main(cfg: Settings) -> dict[str, Any]:
+    keep_memory()
+    torch.set_num_threads(cfg.threads or usable_cores())
+    width = cfg.heads * cfg.head_width
+    results: dict[str, Any] = {"rules": {}, "cores": {}, "resets": {}, "gpt": {}}
+    console = Console(width=120)
+
+    setting = f"B={cfg.batch}, {cfg.heads} heads x {cfg.head_width}, {torch.get_num_threads()} threads"
+    table = new_table(
+        f"rules: ms, forward + backward, {setting}",
+        "rule",
+        "T",
+        "loop",
+        "chunked",
+        "shipped",
+        "faster by",
+        f"nn.LSTM {width}",
+    )
+    for T in (50, 80, 512):
+        plain = learn_side(nn.LSTM(width, width), T, cfg.batch, width)
+        for rule in RULES:
+            rounds = cfg.rounds if T < 512 else 3
+            ms = milliseconds(rule_sides(cfg, rule, T) | {"lstm": plain}, rounds)
+            results["rules"][f"{rule}-{T}"] = ms
+            other = f"{ms['chunked']:.1f}" if "chunked" in ms else "-"
+            ratio = f"{ms['loop'] / ms['fast']:.1f}x"
+            table.add_row(rule, str(T), f"{ms['loop']:.0f}", other, f"{ms['fast']:.1f}", ratio, f"{ms['lstm']:.1f}")
+    console.print(table)
+
+    fast = {"width": width, "heads": cfg.heads, "layers": 1, "feedforward": 2 * width}
+    configs: dict[str, CoreConfig] = {
+        "lstm": Lstm(hidden=width),
+        "gru": Gru(hidden=width),
+        "gpt": Gpt(width=width, heads=cfg.heads, layers=1, window=128, feedforward=2 * width),
+        "linear-transformer": LinearTransformer(**fast),
+        "delta-net": DeltaNet(**fast),
+        "recurrent-delta-net": RecurrentDeltaNet(**fast),
+        "delta-rnn": DeltaRnn(**fast),
+    }
+    table = new_table(
+        f"whole cores of width {width}, one layer: ms", "core", "weights", "T", "learning", "LSTM of as many weights",
+        "acting, a step", f"LSTM {width}, a step", "ratio",
+    )  # fmt: skip
+    lstm = Lstm(hidden=width).build(width)
+    for name, config in configs.items():
+        core = config.build(width)
+        acting = milliseconds(
+            {"core": act_side(core, cfg.batch, width), "lstm": act_side(lstm, cfg.batch, width)}, cfg.rounds
+        )
+        acting = {side: value / 20 for side, value in acting.items()}
+        for T in (50, 80, 512):
+            sides = {
+                "core": learn_side(core, T, cfg.batch, width),
+                "lstm": learn_side(lstm_of(parameters(core), width), T, cfg.batch, width),
+            }
+            ms = milliseconds(sides, cfg.rounds if T < 512 else 3)
+            results["cores"][f"{name}-{T}"] = ms | {"act": acting["core"], "act_lstm": acting["lstm"]}
+            shown = [f"{acting['core']:.2f}", f"{acting['lstm']:.2f}", f"{acting['core'] / acting['lstm']:.2f}"]
+            table.add_row(
+                name,
+                f"{parameters(core):,}",
+                str(T),
+                f"{ms['core']:.1f}",
+                f"{ms['lstm']:.1f}",
+                *(shown if T == 50 else ["", "", ""]),
+            )
+    console.print(table)
+
+    table = new_table(
+        f"episodes starting inside the chunk (2% of rows): ms, T = 80, width {width}",
+        "core",
+        "plain call",
+        "with starts",
+        "ratio",
+    )
+    for name, config, plain in (
+        ("lstm", Lstm(hidden=width), nn.LSTM(width, width)),
+        ("gru", Gru(hidden=width), nn.GRU(width, width)),
+    ):
+        core = config.build(width)
+        ms = milliseconds(
+            {"plain": learn_side(plain, 80, cfg.batch, width), "starts": learn_side(core, 80, cfg.batch, width)},
+            cfg.rounds,
+        )
+        results["resets"][name] = ms
+        table.add_row(name, f"{ms['plain']:.1f}", f"{ms['starts']:.1f}", f"{ms['starts'] / ms['plain']:.2f}")
+    console.print(table)
+
+    table = new_table(f"GPT of width {width}, one layer, window 1,024: ms of the step at position t", "t", "a step")
+    core = Gpt(width=width, heads=cfg.heads, layers=1, window=1024, feedforward=2 * width).build(width).eval()
+    sides = {str(t): gpt_side(core, cfg.batch, width, t) for t in (1, 64, 256, 1000)}
+    for t, value in milliseconds(sides, cfg.rounds).items():
+        results["gpt"][t] = value / 20
+        table.add_row(t, f"{value / 20:.2f}")
+    console.print(table)
+    return results
+
+
+def gpt_side(core: Core, B: int, width: int, t: int) -> Callable[[], object]:
+    """Twenty times the step at position t."""
+    *rings, count = core.initial_state(B)
+    x, nowhere = torch.randn(1, B, width), torch.zeros(1, B, dtype=torch.bool)
+
+    @torch.no_grad()
+    def run() -> None:
+        for _ in range(20):
+            core(x, nowhere, (*rings, count + t))
+
+    return run
+
+
+def milliseconds(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    return {name: 1000 * s for name, s in medians(sides, rounds).items()}
+
+
+def new_table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2))
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i else "left")
+    return table

@@ -1,0 +1,39 @@
+"""Irie et al. 2021, Going Beyond Linear Transformers with Recurrent Fast Weight Programmers: its Atari experiments.
+
+Its steps are agent steps: frames here are four times as many. Its code trained the fast-weight memories without any
+gradient through them; these presets use the whole chunk, and `--core.bptt 1` gives the published gradient.
+"""
+
+from dataclasses import replace
+
+from bestiary.cores import DeltaNet, DeltaRnn, Ff, LinearTransformer, Lstm, RecurrentDeltaNet
+from bestiary.envs import Atari
+from bestiary.experiment import Checkpoints, Evaluation
+from bestiary.optim import RmsProp
+from bestiary.presets.torchbeast import FRAME_SKIP, polybeast
+from bestiary.runtime import Local
+
+# --num_actors 48 --total_steps 200000000 --learning_rate 0.0006 --entropy_cost 0.01 --batch_size 32 --unroll_length 50
+rfwp_ff = replace(
+    polybeast,
+    env=Atari(game="Gopher", life_loss=True),
+    algo=replace(
+        polybeast.algo,
+        unroll=50,  # agent steps
+        batch_size=32,  # trajectories
+        queue=32,  # max_learner_queue_size = batch_size
+        entropy_cost=0.01,
+        optimizer=RmsProp(lr=6e-4, alpha=0.99, eps=0.01, momentum=0.0),
+    ),
+    core=Ff(),
+    runtime=Local(envs=48),  # num_actors
+    frames=200_000_000 * FRAME_SKIP,
+    evaluation=Evaluation(episodes=30),  # its protocol: bestiary eval RUN --runs 5 --episodes 30 --mode greedy
+    checkpoint=Checkpoints(milestones=(50_000_000 * FRAME_SKIP,)),  # save_extra_checkpoint
+)
+
+rfwp_lstm = replace(rfwp_ff, core=Lstm(hidden=256))
+rfwp_lt = replace(rfwp_ff, core=LinearTransformer(width=128, layers=2, heads=4, feedforward=512))
+rfwp_delta_net = replace(rfwp_ff, core=DeltaNet(width=128, layers=2, heads=4, feedforward=512))
+rfwp_rdn = replace(rfwp_ff, core=RecurrentDeltaNet(width=128, layers=2, heads=4, feedforward=512))
+rfwp_delta_rnn = replace(rfwp_ff, core=DeltaRnn(width=128, layers=2, heads=4, feedforward=512))

@@ -1,0 +1,176 @@
+"""Cores from a user's own file: found, put through the contract, trained, refused in one sentence."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_cli import SMALL, bestiary, refused
+
+from bestiary.contract import examine
+from bestiary.cores import DeltaNet, Ff, Gpt, Lstm
+from bestiary.cores.base import Core
+from bestiary.experiment import family
+from bestiary.nets import Net, Torso
+from bestiary.types import Spec, TimeStep
+
+EXAMPLE = Path(__file__).parent.parent / "docs" / "examples" / "leaky_core.py"
+
+BROKEN = '''
+from dataclasses import dataclass
+import torch
+from bestiary.cores.base import Core
+
+class Sum(Core):
+    """Adds up what it sees; {fault}"""
+    def __init__(self):
+        super().__init__()
+        self.width = 6
+        self.scale = torch.nn.Parameter(torch.ones(6))
+        self.idle = torch.nn.Parameter(torch.ones(6))
+    def initial_state(self, batch_size):
+        return (self.scale.new_zeros({leaf}),)
+    def forward(self, x, is_first, state):
+        (h,) = state
+        rows = []
+        for row, new in zip(x, is_first):
+            {forget}
+            h = h + self.scale * row {mix}
+            rows.append(h)
+        return torch.stack(rows) {idle}, (h,)
+
+@dataclass(frozen=True)
+class Config:
+    def build(self, input_width):
+        return Sum()
+'''
+SOUND = {
+    "fault": "",
+    "leaf": "batch_size, 6",
+    "forget": "h = torch.where(new[:, None], 0, h)",
+    "mix": "",
+    "idle": "+ self.idle",
+}
+
+
+def write(tmp_path: Path, **changes: str) -> str:
+    file = tmp_path / "core.py"
+    file.write_text(BROKEN.format(**(SOUND | changes)))
+    return f"{file}:Config"
+
+
+@pytest.mark.parametrize("name", family("core"))
+def test_every_core_of_ours_keeps_the_contract(name):
+    narrow = {"hidden": 8, "width": 8, "heads": 2, "feedforward": 8, "window": 16}
+    cls = family("core")[name]
+    config = cls(**{k: v for k, v in narrow.items() if k in cls.__dataclass_fields__})
+    assert [finding for finding in examine(config) if finding.broken] == []
+
+
+def test_the_example_keeps_the_contract():
+    done = bestiary("doctor", "core", f"{EXAMPLE}:Leaky")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the contract is kept" in done.stdout
+
+
+def test_the_example_is_forty_lines_of_code():
+    lines = [line for line in EXAMPLE.read_text().split('"""', 2)[2].splitlines() if line.strip()]
+    assert len(lines) <= 40
+
+
+def test_a_sound_core_is_called_sound(tmp_path):
+    done = bestiary("doctor", "core", write(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"forget": "pass"}, "begins at row"),
+        ({"forget": "h = torch.where(is_first[0][:, None], 0, h)"}, "differs first at row"),
+        ({"mix": "+ x.mean((0, 1))"}, "stream 0 differs first at row 0"),
+        ({"idle": ""}, "idle gets none"),
+        ({"leaf": "6, batch_size"}, "the first axis must be the batch"),
+        ({"forget": "h = torch.where(new[:, None], 0, h if rows else h.detach())"}, "the gradient of"),
+        ({"forget": "h = torch.where(new[:, None], 0, h); x.add_(1)"}, "x was changed"),
+        ({"idle": "+ self.idle + nonsense"}, "NameError"),
+    ],
+)
+def test_a_broken_core_is_told_where_it_breaks(tmp_path, changes, sentence):
+    done = bestiary("doctor", "core", write(tmp_path, **changes))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert sentence in " ".join(done.stdout.split())
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_plugin_core_trains_evaluates_and_resumes(tmp_path):
+    small = [*SMALL, "--evaluation.episodes", 4, "--run", tmp_path / "run", "--plugin", EXAMPLE]
+    done = bestiary("train", "recall", "core:leaky", "--core.units", 8, "--frames", "2k", *small)
+    assert done.returncode == 0, done.stderr
+    assert "core:leaky" in bestiary("list", "cores", "--plugin", EXAMPLE).stdout
+    played = bestiary("eval", tmp_path / "run", "--episodes", 4, "--plugin", EXAMPLE)
+    assert played.returncode == 0, played.stderr
+    assert "needs --plugin FILE.py" in refused(bestiary("eval", tmp_path / "run", "--episodes", 4))
+
+
+def test_plugins_that_cannot_be_used_are_refused(tmp_path):
+    assert "there is no such Python file" in refused(bestiary("list", "cores", "--plugin", tmp_path / "nothing.py"))
+    assert "--plugin needs a file" in refused(bestiary("list", "cores", "--plugin"))
+    bad = tmp_path / "bad.py"
+    bad.write_text("x = 1\nimport nowhere_to_be_found\n")
+    assert "bad.py does not import (line 2): ModuleNotFoundError" in refused(bestiary("list", "cores", "--plugin", bad))
+    bad.write_text("x = (\n")
+    assert "does not import" in refused(bestiary("list", "cores", "--plugin", bad))
+    bad.write_text("x = 1\n")
+    assert "registers nothing" in refused(bestiary("list", "cores", "--plugin", bad))
+    bad.write_text("import bestiary\nclass Mine: pass\nbestiary.register(core=Mine)\n")
+    assert "Mine must be a frozen dataclass" in refused(bestiary("list", "cores", "--plugin", bad))
+
+
+def test_what_is_no_core_is_refused_by_the_doctor(tmp_path):
+    assert "did you mean lstm" in refused(bestiary("doctor", "core", "lstmm"))
+    assert "has no class Other" in refused(bestiary("doctor", "core", f"{EXAMPLE}:Other"))
+    assert "must be a frozen dataclass" in refused(bestiary("doctor", "core", f"{EXAMPLE}:LeakyCore"))
+    file = tmp_path / "core.py"
+    file.write_text(
+        "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass Wrong:\n  def build(self, w): return 3\n"
+    )
+    assert "must return a bestiary.cores.base.Core" in refused(bestiary("doctor", "core", f"{file}:Wrong"))
+    assert "doctor does not know" in refused(bestiary("doctor", "nothing"))
+
+
+@pytest.mark.parametrize("other", [Ff(), Lstm(hidden=16), Lstm(hidden=8, layers=2), Gpt(width=8, heads=2), DeltaNet()])
+def test_the_memory_of_another_core_is_refused(other):
+    spec = Spec("toy", (3,), torch.float32, 2)
+    torso = Torso(spec, Net(), Lstm(hidden=8))
+    flag, number = torch.zeros(1, 2, dtype=torch.bool), torch.zeros(1, 2, dtype=torch.long)
+    step = TimeStep(torch.zeros(1, 2, 3), number, torch.zeros(1, 2), flag, flag)
+    torso(step, torso.initial_state(2))
+    foreign: Core = other.build(8)
+    with pytest.raises(ValueError, match="the state belongs to another memory"):
+        torso(step, foreign.initial_state(2))
+
+
+@pytest.mark.parametrize("core", ["ff", "lstm", "gru", "gpt", "delta-rnn"])
+def test_inspect_draws_an_episode_into_the_run(tmp_path, core):
+    done = bestiary(
+        "train",
+        "recall",
+        f"core:{core}",
+        *SMALL,
+        "--frames",
+        "1k",
+        "--evaluation.episodes",
+        0,
+        "--run",
+        tmp_path / "run",
+    )
+    assert done.returncode == 0, done.stderr
+    done = bestiary("inspect", tmp_path / "run", "--seed", 3)
+    assert done.returncode == 0, done.stderr
+    (picture,) = (tmp_path / "run").glob("inspect-*-3.png")
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert picture.stat().st_size > 10_000
+
+
+def test_inspect_refuses_what_is_not_a_run(tmp_path):
+    assert "is not a run" in refused(bestiary("inspect", tmp_path))

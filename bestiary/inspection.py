@@ -105,19 +105,19 @@ def _observations(axis: Any, obs: Tensor) -> None:
         for i in at.tolist():
             picture = obs[i].float().mean(0) if obs.shape[1] != 3 else obs[i].permute(1, 2, 0)
             half = T / shown / 2 * 0.95
-            axis.imshow(picture, extent=(i - half, i + half, 0, 1), aspect="auto", cmap="gray")
+            axis.imshow(picture.numpy(), extent=(i - half, i + half, 0, 1), aspect="auto", cmap="gray")
         axis.set_ylim(0, 1)
         axis.set_yticks([])
     else:
-        axis.imshow(obs.float().flatten(1).T, aspect="auto", cmap="viridis", interpolation="nearest")
+        axis.imshow(obs.float().flatten(1).T.numpy(), aspect="auto", cmap="viridis", interpolation="nearest")
         axis.set_ylabel("entry", fontsize=8)
     axis.set_title("observation", loc="left", fontsize=9)
 
 
 def _deeds(axis: Any, inside: Inside) -> None:
-    axis.plot(inside.action, drawstyle="steps-mid", color="tab:gray", label="action")
+    axis.plot(inside.action.numpy(), drawstyle="steps-mid", color="tab:gray", label="action")
     earned = axis.twinx()
-    earned.stem(range(len(inside.reward)), inside.reward, linefmt="tab:orange", markerfmt=" ", basefmt=" ")
+    earned.stem(range(len(inside.reward)), inside.reward.numpy(), linefmt="tab:orange", markerfmt=" ", basefmt=" ")
     earned.tick_params(colors="tab:orange", labelsize=7)
     axis.tick_params(labelsize=7)
     axis.set_title("action (grey) and the reward on arrival (orange)", loc="left", fontsize=9)
@@ -128,14 +128,14 @@ def _memory(axis: Any, name: str, table: Tensor) -> None:
     T, n = table.shape
     if n <= 8 and not (n == T and "attention" in name):
         for i in range(n):
-            axis.plot(table[:, i], linewidth=1, label=str(i + 1))
+            axis.plot(table[:, i].numpy(), linewidth=1, label=str(i + 1))
         axis.legend(fontsize=6, ncols=n, loc="upper right", title=None, frameon=False)
     else:
         signed = bool((table < 0).any())
         units = table if "attention" in name else table[:, :UNITS_SHOWN]
         limit = float(units.abs().max()) or 1.0
         picture = axis.imshow(
-            units.T.float(),
+            units.T.float().numpy(),
             aspect="auto",
             interpolation="nearest",
             cmap="RdBu_r" if signed else "magma",

@@ -6,6 +6,7 @@ import pytest
 import torch
 from test_cli import SMALL, bestiary, refused
 
+from bestiary.cli import main
 from bestiary.contract import examine
 from bestiary.cores import DeltaNet, Ff, Gpt, Lstm
 from bestiary.cores.base import Core
@@ -77,9 +78,8 @@ def test_the_example_is_forty_lines_of_code():
     assert len(lines) <= 40
 
 
-def test_a_sound_core_is_called_sound(tmp_path):
-    done = bestiary("doctor", "core", write(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_a_sound_core_is_called_sound(tmp_path, capsys):
+    assert main(["doctor", "core", write(tmp_path)]) == 0, capsys.readouterr()
 
 
 @pytest.mark.parametrize(
@@ -95,11 +95,9 @@ def test_a_sound_core_is_called_sound(tmp_path):
         ({"idle": "+ self.idle + nonsense"}, "NameError"),
     ],
 )
-def test_a_broken_core_is_told_where_it_breaks(tmp_path, changes, sentence):
-    done = bestiary("doctor", "core", write(tmp_path, **changes))
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert sentence in " ".join(done.stdout.split())
-    assert "Traceback" not in done.stdout + done.stderr
+def test_a_broken_core_is_told_where_it_breaks(tmp_path, capsys, changes, sentence):
+    assert main(["doctor", "core", write(tmp_path, **changes)]) == 1, capsys.readouterr()
+    assert sentence in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_plugin_core_trains_evaluates_and_resumes(tmp_path):
@@ -112,30 +110,41 @@ def test_a_plugin_core_trains_evaluates_and_resumes(tmp_path):
     assert "needs --plugin FILE.py" in refused(bestiary("eval", tmp_path / "run", "--episodes", 4))
 
 
-def test_plugins_that_cannot_be_used_are_refused(tmp_path):
-    assert "there is no such Python file" in refused(bestiary("list", "cores", "--plugin", tmp_path / "nothing.py"))
-    assert "--plugin needs a file" in refused(bestiary("list", "cores", "--plugin"))
+def test_plugins_that_cannot_be_used_are_refused(tmp_path, capsys):
+    def refusal(*args: object) -> str:
+        assert main(["list", "cores", *map(str, args)]) == 2
+        return capsys.readouterr().err
+
+    assert "there is no such Python file" in refusal("--plugin", tmp_path / "nothing.py")
+    assert "--plugin needs a file" in refusal("--plugin")
     bad = tmp_path / "bad.py"
     bad.write_text("x = 1\nimport nowhere_to_be_found\n")
-    assert "bad.py does not import (line 2): ModuleNotFoundError" in refused(bestiary("list", "cores", "--plugin", bad))
+    assert "bad.py does not import (line 2): ModuleNotFoundError" in refusal("--plugin", bad)
     bad.write_text("x = (\n")
-    assert "does not import" in refused(bestiary("list", "cores", "--plugin", bad))
+    assert "does not import" in refusal("--plugin", bad)
     bad.write_text("x = 1\n")
-    assert "registers nothing" in refused(bestiary("list", "cores", "--plugin", bad))
+    assert "registers nothing" in refusal("--plugin", bad)
+    bad = tmp_path / "worse.py"
     bad.write_text("import bestiary\nclass Mine: pass\nbestiary.register(core=Mine)\n")
-    assert "Mine must be a frozen dataclass" in refused(bestiary("list", "cores", "--plugin", bad))
+    assert "Mine must be a frozen dataclass" in refusal("--plugin", bad)
 
 
-def test_what_is_no_core_is_refused_by_the_doctor(tmp_path):
-    assert "did you mean lstm" in refused(bestiary("doctor", "core", "lstmm"))
-    assert "has no class Other" in refused(bestiary("doctor", "core", f"{EXAMPLE}:Other"))
-    assert "must be a frozen dataclass" in refused(bestiary("doctor", "core", f"{EXAMPLE}:LeakyCore"))
+def test_what_is_no_core_is_refused_by_the_doctor(tmp_path, capsys):
+    def refusal(*args: str) -> str:
+        assert main(["doctor", *args]) == 2
+        return capsys.readouterr().err
+
+    assert "did you mean lstm" in refusal("core", "lstmm")
     file = tmp_path / "core.py"
+    file.write_text("class Plain: pass\n")
+    assert "has no class Other" in refusal("core", f"{file}:Other")
+    assert "must be a frozen dataclass" in refusal("core", f"{file}:Plain")
+    file = tmp_path / "other.py"
     file.write_text(
         "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass Wrong:\n  def build(self, w): return 3\n"
     )
-    assert "must return a bestiary.cores.base.Core" in refused(bestiary("doctor", "core", f"{file}:Wrong"))
-    assert "doctor does not know" in refused(bestiary("doctor", "nothing"))
+    assert "must return a bestiary.cores.base.Core" in refusal("core", f"{file}:Wrong")
+    assert "doctor does not know" in refusal("nothing")
 
 
 @pytest.mark.parametrize("other", [Ff(), Lstm(hidden=16), Lstm(hidden=8, layers=2), Gpt(width=8, heads=2), DeltaNet()])
@@ -152,25 +161,15 @@ def test_the_memory_of_another_core_is_refused(other):
 
 @pytest.mark.parametrize("core", ["ff", "lstm", "gru", "gpt", "delta-rnn"])
 def test_inspect_draws_an_episode_into_the_run(tmp_path, core):
-    done = bestiary(
-        "train",
-        "recall",
-        f"core:{core}",
-        *SMALL,
-        "--frames",
-        "1k",
-        "--evaluation.episodes",
-        0,
-        "--run",
-        tmp_path / "run",
-    )
-    assert done.returncode == 0, done.stderr
-    done = bestiary("inspect", tmp_path / "run", "--seed", 3)
-    assert done.returncode == 0, done.stderr
+    path = str(tmp_path / "run")
+    short = [*SMALL, "--frames", "1k", "--evaluation.episodes", "0", "--run", path]
+    assert main(["train", "recall", f"core:{core}", *short]) == 0
+    assert main(["inspect", path, "--seed", "3"]) == 0
     (picture,) = (tmp_path / "run").glob("inspect-*-3.png")
     assert picture.read_bytes()[:4] == b"\x89PNG"
     assert picture.stat().st_size > 10_000
 
 
-def test_inspect_refuses_what_is_not_a_run(tmp_path):
-    assert "is not a run" in refused(bestiary("inspect", tmp_path))
+def test_inspect_refuses_what_is_not_a_run(tmp_path, capsys):
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert "is not a run" in capsys.readouterr().err

@@ -31,6 +31,7 @@ fmt: setup
 
 bench: setup
 	$(BIN)/bestiary bench impala-atari
+	$(BIN)/bestiary bench cores
 	$(BIN)/bestiary bench findings
 
 clean:

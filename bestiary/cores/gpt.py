@@ -26,6 +26,9 @@ class View(NamedTuple):
     mask: Tensor | None  # [B, 1, T, keys]; None: plainly causal
     source: Tensor  # [B, window] which row of the chunk each slot of the ring holds afterwards; negative: none
     carried: Tensor  # [B] the episode before the chunk goes on to its end, so other slots keep what they hold
+    # a single row writes its slot first and then looks at the ring itself: `source` is that slot [B, 1]
+    reach: int | None = None  # how many slots anyone has filled
+    all_carried: bool = False
 
 
 class GptLayer(nn.Module):
@@ -47,7 +50,13 @@ class GptLayer(nn.Module):
         q, k, v = self.qkv(self.norm(x)).transpose(0, 1).chunk(3, -1)  # [B, T, E]
         if self.rotary:
             q, k = (rotate(z, view.position.t(), self.heads) for z in (q, k))
-        seen_k, seen_v = (torch.cat([keys, k], 1), torch.cat([values, v], 1)) if view.past else (k, v)
+        after_k, after_v = turn(keys, k, view), turn(values, v, view)
+        if view.reach is not None:
+            seen_k, seen_v = after_k[:, : view.reach], after_v[:, : view.reach]
+        elif view.past:
+            seen_k, seen_v = torch.cat([keys, k], 1), torch.cat([values, v], 1)
+        else:
+            seen_k, seen_v = k, v
         q, seen_k, seen_v = (z.unflatten(-1, (self.heads, -1)).transpose(1, 2) for z in (q, seen_k, seen_v))
         y = F.scaled_dot_product_attention(
             q,
@@ -59,7 +68,7 @@ class GptLayer(nn.Module):
         )
         x = x + self.drop(self.out(y.transpose(1, 2).flatten(2).transpose(0, 1)))
         x = x + self.drop(self.ff_out(F.gelu(self.ff_in(self.ff_norm(x)), approximate="tanh")))
-        return x, turn(keys, k, view), turn(values, v, view)
+        return x, after_k, after_v
 
     def drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
@@ -67,6 +76,9 @@ class GptLayer(nn.Module):
 
 def turn(ring: Tensor, rows: Tensor, view: View) -> Tensor:
     """The ring after a chunk: slots take the row that now belongs there, keep what they had, or are empty."""
+    if view.reach is not None:
+        kept = ring if view.all_carried else torch.where(view.carried[:, None, None], ring, 0)
+        return kept.scatter(1, view.source[..., None].expand_as(rows), rows)
     taken = rows.gather(1, view.source.clamp(min=0)[..., None].expand(-1, -1, rows.shape[-1]))
     kept = torch.where(view.carried[:, None, None], ring, 0)
     return torch.where((view.source >= 0)[..., None], taken, kept)
@@ -163,6 +175,12 @@ class GptCore(Core):
     def look(self, is_first: Tensor, count: Tensor) -> View:
         T, _ = is_first.shape
         W, device = self.window, is_first.device
+        if T == 1:
+            position = torch.where(is_first, 0, count)
+            reach = min(W, int(position.max()) + 1)
+            mask = torch.arange(reach, device=device) <= position[0][:, None]
+            carried = ~is_first[0]
+            return View(position, True, mask[:, None, None], position.t() % W, carried, reach, bool(carried.all()))
         now = torch.arange(T, device=device)
         opened = torch.where(is_first, now[:, None], -1).cummax(0).values  # [T, B] row where its episode began, or -1
         position = torch.where(opened < 0, count + now[:, None], now[:, None] - opened)

@@ -35,8 +35,7 @@ def _by_chunks(
     widths: list[int], x: Tensor, reset: Tensor, W: Tensor, phi: FeatureMap, bptt: int | None, chunk: int
 ) -> tuple[Tensor, Tensor]:
     """widths: of query, key, value and, for the Delta Net, the strength of the write."""
-    spoilt, ill = _divergence(x[..., widths[0] :], reset)
-    x = torch.where(spoilt[..., None], 0, x)
+    x, W, nan = _without_nan(x, reset, W)
     q, k, v, *beta = (z.contiguous() for z in x.permute(1, 2, 0, 3).split(widths, -1))  # [B, H, T, D]
     parts = feature_map(phi, q), feature_map(phi, k), v, *(z.sigmoid() for z in beta)
 
@@ -48,7 +47,6 @@ def _by_chunks(
         y, W = _chunk(new, W, *rows)
         outputs.append(y.permute(2, 0, 1, 3))
         t += len(new)
-    nan = torch.where(ill, torch.nan, 0.0).to(x.dtype)
     return torch.cat(outputs) + nan[..., None], W + nan[-1, ..., None, None]
 
 
@@ -77,13 +75,15 @@ def _lengths(rows: int, chunk: int, bptt: int | None) -> list[int]:
     return [min(chunk, piece - start) for piece in pieces for start in range(0, piece, chunk)]
 
 
-def _divergence(told: Tensor, reset: Tensor) -> tuple[Tensor, Tensor]:
-    """Which rows write a NaN or an infinity, and which see one, being later in the same episode: [T, B, H].
+def _without_nan(x: Tensor, reset: Tensor, W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x and W without rows and memories that hold a NaN or an infinity; NaN for the rows that would see one, else 0.
 
     The products multiply by zero what a row does not see, but zero times NaN is NaN: one spoilt row would reach the
-    whole chunk. So spoilt rows are taken out, and NaN is put where it belongs.
+    whole chunk. A query is seen by its own row alone and may stay as it is.
     """
-    spoilt = ~told.detach().sum(-1).isfinite()
-    so_far = spoilt.cumsum(0)
+    lost = ~W.detach().sum((-2, -1)).isfinite()  # [B, H]
+    spoilt = ~x.detach()[..., W.shape[-1] :].sum(-1).isfinite()  # [T, B, H]
+    so_far = spoilt.cumsum(0) + lost.int()
     before_episode = torch.where(reset[..., None], so_far - spoilt.int(), 0).cummax(0).values
-    return spoilt, so_far > before_episode
+    nan = torch.where(so_far > before_episode, torch.nan, 0.0).to(x.dtype)
+    return torch.where(spoilt[..., None], 0, x), torch.where(lost[..., None, None], 0, W), nan

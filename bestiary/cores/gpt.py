@@ -113,11 +113,13 @@ class GptCore(Core):
         self.table = nn.Embedding(cfg.window, cfg.width) if cfg.positions == "learned" else None
         self.layers = nn.ModuleList(GptLayer(cfg) for _ in range(cfg.layers))
         self.norm = nn.LayerNorm(cfg.width)
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
+        # GPT-2's small weights, except for the projection: what is seen must not drown in the positions
+        for module in self.layers.modules():
             if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
                 nn.init.zeros_(module.bias)
+        if self.table is not None:
+            nn.init.normal_(self.table.weight, std=0.02)
 
     def initial_state(self, batch_size: int) -> State:
         weight = self.project.weight

@@ -47,7 +47,7 @@ def _by_chunks(
         y, W = _chunk(new, W, *rows)
         outputs.append(y.permute(2, 0, 1, 3))
         t += len(new)
-    return torch.cat(outputs) + nan[..., None], W + nan[-1, ..., None, None]
+    return torch.cat(outputs).add_(nan[..., None]), W + nan[-1, ..., None, None]
 
 
 def _chunk(

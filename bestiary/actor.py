@@ -38,7 +38,8 @@ class Actor:
             self.after = self.agent.initial_state(self.world.num_envs)
             self._act(self.world.reset())
         assert self.row is not None
-        rows, start, episodes = [self.row], self.before, []
+        # a copy: a core may go on writing into its state while it acts
+        rows, start, episodes = [self.row], tree.map(torch.clone, self.before), []
         for _ in range(self.length):
             step, ended = self.world.step(self.row[1])
             episodes += ended

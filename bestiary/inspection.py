@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bestiary.algos.base import Agent
+from bestiary.cores.base import Core
 from bestiary.envs.world import World
 from bestiary.errors import UserError
 from bestiary.evaluation import build_agent
@@ -31,7 +32,7 @@ class Inside(NamedTuple):
 @torch.no_grad()
 def play(agent: Agent, world: World, rng: torch.Generator, max_rows: int) -> Inside:
     """One greedy episode; what enters the core on the way is what its memory is asked about afterwards."""
-    core = agent.torso.core  # type: ignore
+    core: Core = agent.torso.core  # type: ignore
     shown: list[Tensor] = []
     hook = core.register_forward_pre_hook(lambda _, inputs: shown.append(inputs[0]))
     rows: list[tuple[Tensor, Tensor, Tensor]] = []

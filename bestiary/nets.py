@@ -143,15 +143,8 @@ class Encoder(nn.Module):
         widths = [flat, *[chosen.hidden_size] * chosen.num_layers]
         self.layers = nn.ModuleList(nn.Linear(i, o) for i, o in pairwise(widths))
         self.width = chosen.hidden_size
-        # deep residual stages have large activations: rows pass in slices that stay in the cache
-        self.rows_per_slice = 32 if isinstance(chosen, Resnet) else None
 
     def forward(self, obs: Tensor) -> Tensor:
-        if self.rows_per_slice is None or len(obs) <= self.rows_per_slice:
-            return self._encode(obs)
-        return torch.cat([self._encode(part) for part in obs.split(self.rows_per_slice)])
-
-    def _encode(self, obs: Tensor) -> Tensor:
         x = obs.to(self.layers[0].weight.dtype, memory_format=self.layout)  # type: ignore
         if self.scale != 1.0:
             x = x.mul_(self.scale)

@@ -130,6 +130,20 @@ def test_one_chunk_equals_its_pieces_down_to_row_by_row(core, cuts, density):
     Learnt(core, x, is_first, state, cuts).assert_equals(Learnt(core, x, is_first, state, []))
 
 
+def test_acting_without_gradients_gives_the_same_and_keeps_the_state_of_one_row_before(core):
+    x, is_first, state = normal(T, B, INPUT, seed=3), borders(0.25), lived_in(core)
+    expected, _ = core(x, is_first, state)
+    now, again, rows = tuple(s.clone() for s in state), [], []
+    with torch.no_grad():
+        for t in range(T):
+            before = now
+            y, now = core(x[t : t + 1], is_first[t : t + 1], before)
+            rows.append(y)
+            again.append(core(x[t : t + 1], is_first[t : t + 1], tuple(s.clone() for s in before))[0])
+    assert_same((torch.cat(rows),), (expected,), "row by row")
+    assert_same((torch.cat(again),), (expected,), "from the state of one row before")
+
+
 def test_a_chunk_does_not_change_its_arguments(core):
     x, is_first, state = normal(T, B, INPUT, seed=3), borders(0.25), lived_in(core)
     before = [a.clone() for a in (x, is_first, *state)]

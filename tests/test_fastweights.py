@@ -13,7 +13,8 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from bestiary.ops.fastweights import chunked, cpu, kernels, loops, rows
+from bestiary.ops import rows
+from bestiary.ops.fastweights import chunked, cpu, kernels, loops
 from bestiary.ops.fastweights.loops import PREVIOUS_EPS, Recurrence
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "fast_weights.npz")

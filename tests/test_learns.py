@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 
 import bestiary
-from bestiary.cores import Ff, Lstm
+from bestiary.cores import DeltaNet, DeltaRnn, Ff, Gpt, Gru, LinearTransformer, Lstm, RecurrentDeltaNet
 from bestiary.envs import Recall
-from bestiary.experiment import Evaluation, Experiment
+from bestiary.experiment import Evaluation, Experiment, family
 from bestiary.nets import Mlp
+from bestiary.optim import Adam
 from bestiary.presets import preset
 
 pytestmark = pytest.mark.learns
@@ -24,6 +25,24 @@ RECALL = replace(preset("recall"), env=Recall(delay=6), frames=200_000)
 
 def test_impala_with_an_lstm_solves_recall(tmp_path):
     assert score(RECALL, tmp_path / "run") > 0.95
+
+
+SMALL = {"width": 64, "layers": 1, "feedforward": 128}
+MEMORIES = {
+    "gru": Gru(hidden=64, chrono=20),
+    "gpt": Gpt(**SMALL, window=16, positions="learned"),
+    "linear-transformer": LinearTransformer(**SMALL),
+    "delta-net": DeltaNet(**SMALL),
+    "recurrent-delta-net": RecurrentDeltaNet(**SMALL),
+    "delta-rnn": DeltaRnn(**SMALL),
+}
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_impala_solves_recall_with_every_memory(tmp_path, name):
+    assert set(MEMORIES) | {"ff", "lstm"} == set(family("core"))
+    algo = replace(RECALL.algo, optimizer=Adam(lr=5e-3 if name == "gru" else 2e-3))
+    assert score(replace(RECALL, core=MEMORIES[name], algo=algo), tmp_path / "run") > 0.95
 
 
 def test_impala_without_memory_stays_at_chance_on_recall(tmp_path):

@@ -270,25 +270,6 @@ def test_the_deep_network_is_the_one_in_the_figure():
     torch.testing.assert_close(encoder(obs), encoder.layers[0](by_hand).relu())
 
 
-@pytest.mark.parametrize("rows_per_slice", [1, 7, 32, 39])
-def test_encoding_in_slices_changes_nothing(rows_per_slice):
-    encoder = Encoder(Resnet(hidden_size=5), PICTURE, 1).double()
-    obs = torch.randn(40, *PICTURE.obs_shape, dtype=torch.float64)
-    weight = torch.randn(40, 5, dtype=torch.float64)
-    found = []
-    for rows in (None, rows_per_slice):
-        encoder.rows_per_slice = rows
-        x = obs.clone().requires_grad_()
-        out = encoder(x)
-        found.append([out, *torch.autograd.grad((out * weight).sum(), [x, *encoder.parameters()])])
-    for whole, sliced in zip(*found, strict=True):
-        torch.testing.assert_close(sliced, whole, rtol=1e-10, atol=1e-12)
-
-
-def test_the_deep_network_is_encoded_in_slices():
-    assert Encoder(Resnet(), PICTURE, 1).rows_per_slice is not None
-
-
 @pytest.mark.parametrize("core", [Ff(), Lstm(hidden=8), Lstm(hidden=8, layers=2)], ids=str)
 @pytest.mark.parametrize("cuts", [[4], list(range(1, 9))], ids=str)
 def test_a_torsos_chunk_equals_its_pieces(core, cuts):

@@ -134,7 +134,7 @@ def main(cfg: Settings) -> dict[str, Any]:
             table.add_row(rule, str(T), f"{ms['loop']:.0f}", other, f"{ms['fast']:.1f}", ratio, f"{ms['lstm']:.1f}")
     console.print(table)
 
-    fast = {"width": width, "heads": cfg.heads, "layers": 1, "feedforward": 2 * width}
+    fast: dict[str, Any] = {"width": width, "heads": cfg.heads, "layers": 1, "feedforward": 2 * width}
     configs: dict[str, CoreConfig] = {
         "lstm": Lstm(hidden=width),
         "gru": Gru(hidden=width),

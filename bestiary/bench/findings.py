@@ -16,7 +16,6 @@ SWITCHES = {
     "none": "as shipped",
     "allocator": "glibc hands large blocks back to the kernel",
     "layout": "convolutions in the default memory layout",
-    "slices": "all rows through the encoder at once",
 }
 
 
@@ -50,8 +49,6 @@ def child(off: str, net: str, unroll: int, envs: int, threads: int | None) -> fl
     if off == "layout":
         encoder.to(memory_format=torch.contiguous_format)  # type: ignore
         encoder.layout = torch.contiguous_format
-    if off == "slices":
-        encoder.rows_per_slice = None
     learner = base.algo.learner(agent, 10**6)
     rows = unroll + 1
     flag = torch.zeros(rows, envs, dtype=torch.bool)
@@ -75,13 +72,12 @@ def main(cfg: Settings) -> dict[str, Any]:
     for column in ("network", "T", "switched off", "rows/s", "shipped is faster by"):
         table.add_column(column, justify="right" if column in ("T", "rows/s", "shipped is faster by") else "left")
     for net, unroll in (("shallow", 20), ("shallow", 50), ("resnet", 20), ("resnet", 50)):
-        sides = [s for s in SWITCHES if not (net == "shallow" and s == "slices")]
-        rates: dict[str, list[float]] = {side: [] for side in sides}
+        rates: dict[str, list[float]] = {side: [] for side in SWITCHES}
         for _ in range(cfg.rounds):
-            for side in sides:
+            for side in SWITCHES:
                 rates[side].append(_spawn(side, net, unroll, cfg))
         middle = {side: sorted(values)[len(values) // 2] for side, values in rates.items()}
-        for side in sides:
+        for side in SWITCHES:
             ratio = "" if side == "none" else f"{middle['none'] / middle[side]:.2f}x"
             table.add_row(net, str(unroll), SWITCHES[side], f"{middle[side]:,.0f}", ratio)
         results[f"{net}-{unroll}"] = middle

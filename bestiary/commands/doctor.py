@@ -91,7 +91,7 @@ def _find(which: str) -> Any:
             f"{name or which} must be a frozen dataclass with a method build(input_width) that returns a Core"
         )
     try:
-        config = cls()
+        config = cls()  # type: ignore
         core = config.build(6)  # type: ignore
     except Exception as e:
         raise UserError(f"{name or which} cannot be built with its defaults: {type(e).__name__}: {e}") from e

@@ -14,6 +14,9 @@ class Core(nn.Module):
 
     The contract, tested for every core: one chunk = two chunks = row by row, in outputs, states and
     gradients; memory is empty exactly at `is_first`; batch rows do not mix; every parameter is trained.
+
+    Where no gradient is recorded and T is 1, a core may write into the state it is given instead of copying it, as
+    long as that state still says what it said. Who keeps a state for longer than one row keeps a copy.
     """
 
     width: int  # of the output

@@ -21,7 +21,8 @@ class DeltaRnnLayer(FastLayer):
         return W, W.clone(), W.new_zeros(batch_size, self.heads, self.lanes)
 
     def remember(self, asked: Tensor, is_first: Tensor, memory: State) -> tuple[Tensor, State]:
-        y, W, R = fastweights.delta_rnn(asked, is_first, *memory, self.phi, self.bptt)
+        W, R, last = memory
+        y, W, R = fastweights.delta_rnn(asked, is_first, W, R, last, self.phi, self.bptt)
         return y, (W, R, y[-1])
 
     def told(self, asked: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
@@ -46,10 +47,12 @@ class GatedCore(Core):
     def _chunk(self, x: Tensor, is_first: Tensor, state: State) -> tuple[Tensor, State]:
         keep = ~is_first[0][:, None, None]
         memory = tuple(torch.where(keep, s, 0).transpose(0, 1).contiguous() for s in state)
-        if is_first[1:].any():
-            y, memory = self._segments(x, is_first, memory)
-        else:
+        if not is_first[1:].any():
             y, memory = self._call(x, memory)
+        elif x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64):
+            y, memory = self._rows(x, is_first, memory)
+        else:
+            y, memory = self._segments(x, is_first, memory)
         return y, tuple(m.transpose(0, 1) for m in memory)
 
     def _call(self, x: Tensor | PackedSequence, memory: State) -> tuple[Tensor, State]:
@@ -58,6 +61,22 @@ class GatedCore(Core):
             y, h = self.rnn(x, memory[0])
             return y, (h,)
         return self.rnn(x, memory)
+
+    def _rows(self, x: Tensor, is_first: Tensor, memory: State) -> tuple[Tensor, State]:
+        """Layer by layer, with resets inside: what is fastest on a CPU."""
+        from bestiary.ops import gates
+
+        after: list[list[Tensor]] = []
+        for layer, before in enumerate(zip(*memory, strict=True)):
+            names = (f"{kind}_l{layer}" for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
+            W, U, from_input, from_itself = (getattr(self.rnn, name) for name in names)
+            if self.leaves == 2:
+                given = F.linear(x, W, from_input + from_itself)
+                x, *left = gates.lstm(given, U, is_first, *before)
+            else:
+                x, *left = gates.gru(F.linear(x, W, from_input), U, from_itself, is_first, *before)
+            after.append(left)
+        return x, tuple(torch.stack(leaf) for leaf in zip(*after, strict=True))
 
     @torch.no_grad()
     def reveal(self, x: Tensor) -> dict[str, Tensor]:

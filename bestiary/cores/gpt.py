@@ -24,7 +24,7 @@ class View(NamedTuple):
     position: Tensor  # [T, B] rows since the episode began
     past: bool  # the ring is visible to someone
     mask: Tensor | None  # [B, 1, T, keys]; None: plainly causal
-    source: Tensor  # [B, window] which row of the chunk each slot of the ring holds afterwards; negative: none
+    source: Tensor  # [B, slots] which row of the chunk each slot of the ring holds afterwards; negative: none
     carried: Tensor  # [B] the episode before the chunk goes on to its end, so other slots keep what they hold
     # a single row writes its slot first and then looks at the ring itself: `source` is that slot [B, 1]
     reach: int | None = None  # how many slots anyone has filled
@@ -46,7 +46,7 @@ class GptLayer(nn.Module):
         self.ff_out = nn.Linear(cfg.feedforward or 4 * cfg.width, cfg.width)
 
     def forward(self, x: Tensor, view: View, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x: [T, B, E]; keys, values: [B, window, E], the ring. Returns also the ring afterwards."""
+        """x: [T, B, E]; keys, values: [B, slots, E], the ring. Returns also the ring afterwards."""
         q, k, v = self.qkv(self.norm(x)).transpose(0, 1).chunk(3, -1)  # [B, T, E]
         if self.rotary:
             q, k = (rotate(z, view.position.t(), self.heads) for z in (q, k))
@@ -77,8 +77,13 @@ class GptLayer(nn.Module):
 def turn(ring: Tensor, rows: Tensor, view: View) -> Tensor:
     """The ring after a chunk: slots take the row that now belongs there, keep what they had, or are empty."""
     if view.reach is not None:
+        slot = view.source[..., None].expand_as(rows)
+        if not torch.is_grad_enabled():  # acting: write one slot, copy nothing
+            if not view.all_carried:
+                ring[~view.carried] = 0
+            return ring.scatter_(1, slot, rows)
         kept = ring if view.all_carried else torch.where(view.carried[:, None, None], ring, 0)
-        return kept.scatter(1, view.source[..., None].expand_as(rows), rows)
+        return kept.scatter(1, slot, rows)
     taken = rows.gather(1, view.source.clamp(min=0)[..., None].expand(-1, -1, rows.shape[-1]))
     kept = torch.where(view.carried[:, None, None], ring, 0)
     return torch.where((view.source >= 0)[..., None], taken, kept)
@@ -100,14 +105,15 @@ def rotate(x: Tensor, position: Tensor, heads: int) -> Tensor:
 
 
 class GptCore(Core):
-    """State: keys and values of every layer, each a ring [B, window, E], and how many rows the episode has had [B].
+    """State: keys and values of every layer, each a ring [B, slots, E], and how many rows the episode has had [B].
 
-    The row at position p lies in slot p % window, so acting writes one slot and moves nothing.
+    The row at position p lies in slot p % slots, so acting writes one slot and moves nothing. There is one slot more
+    than the window has rows: acting writes in place, and the state before the row that was just written stays whole.
     """
 
     def __init__(self, cfg: "Gpt", input_width: int) -> None:
         super().__init__()
-        self.width, self.window, self.dropout = cfg.width, cfg.window, cfg.dropout
+        self.width, self.window, self.slots, self.dropout = cfg.width, cfg.window, cfg.window + 1, cfg.dropout
         self.positions = cfg.positions
         self.project = nn.Linear(input_width, cfg.width)
         self.table = nn.Embedding(cfg.window, cfg.width) if cfg.positions == "learned" else None
@@ -123,7 +129,7 @@ class GptCore(Core):
 
     def initial_state(self, batch_size: int) -> State:
         weight = self.project.weight
-        rings = (weight.new_zeros(batch_size, self.window, self.width) for _ in range(2 * len(self.layers)))
+        rings = (weight.new_zeros(batch_size, self.slots, self.width) for _ in range(2 * len(self.layers)))
         return *rings, torch.zeros(batch_size, dtype=torch.int64, device=weight.device)
 
     def forward(self, x: Tensor, is_first: Tensor, state: State) -> tuple[Tensor, State]:
@@ -176,21 +182,23 @@ class GptCore(Core):
 
     def look(self, is_first: Tensor, count: Tensor) -> View:
         T, _ = is_first.shape
-        W, device = self.window, is_first.device
+        W, R, device = self.window, self.slots, is_first.device
         if T == 1:
             position = torch.where(is_first, 0, count)
-            reach = min(W, int(position.max()) + 1)
-            mask = torch.arange(reach, device=device) <= position[0][:, None]
+            reach = min(R, int(position.max()) + 1)
+            age = (position.t() - torch.arange(reach, device=device)) % R  # [B, reach]
+            mask = (age < W) & (age <= position.t())
             carried = ~is_first[0]
-            return View(position, True, mask[:, None, None], position.t() % W, carried, reach, bool(carried.all()))
+            return View(position, True, mask[:, None, None], position.t() % R, carried, reach, bool(carried.all()))
+
         now = torch.arange(T, device=device)
         opened = torch.where(is_first, now[:, None], -1).cummax(0).values  # [T, B] row where its episode began, or -1
         position = torch.where(opened < 0, count + now[:, None], now[:, None] - opened)
-
-        slot = torch.arange(W, device=device)
-        newest = position[-1][:, None] - (position[-1][:, None] - slot) % W  # [B, W] position a slot holds afterwards
-        source = torch.where(newest < 0, -1, newest - position[-1][:, None] + T - 1)
         carried = opened[-1] < 0
+
+        slot = torch.arange(R, device=device)
+        newest = position[-1][:, None] - (position[-1][:, None] - slot) % R  # [B, R] position a slot holds afterwards
+        source = torch.where(newest < 0, -1, newest - position[-1][:, None] + T - 1)
 
         past = bool((~is_first[0] & (count > 0)).any())
         plain = not past and T <= W and not bool(is_first[1:].any())
@@ -200,7 +208,7 @@ class GptCore(Core):
         back = now[:, None] - now
         mask = same & (back >= 0) & (back < W)
         if past:
-            held = count[:, None] - 1 - (count[:, None] - 1 - slot) % W  # [B, W] position a slot holds before
+            held = count[:, None] - 1 - (count[:, None] - 1 - slot) % R  # [B, R] position a slot holds before
             age = position.t()[:, :, None] - held[:, None, :]
             mask = torch.cat([(opened.t()[:, :, None] < 0) & (held >= 0)[:, None, :] & (age < W), mask], -1)
         return View(position, past, mask[:, None], source, carried)

@@ -25,7 +25,8 @@ class RecurrentDeltaNetLayer(FastLayer):
 
     def remember(self, asked: Tensor, is_first: Tensor, memory: State) -> tuple[Tensor, State]:
         heard = Recurrence(self.heard_q, self.heard_k, self.heard_v, self.heard_beta)
-        y, W = fastweights.recurrent_delta_net(asked, heard, is_first, *memory, self.phi, self.bptt)
+        W, last = memory
+        y, W = fastweights.recurrent_delta_net(asked, heard, is_first, W, last, self.phi, self.bptt)
         return y, (W, y[-1])
 
     def told(self, asked: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

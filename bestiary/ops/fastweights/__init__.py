@@ -24,11 +24,13 @@ def _has_triton() -> bool:
 
 def form(rule: str, x: Tensor, width: int) -> ModuleType:
     """The module whose `rule` is the fastest for heads of this width, where x is."""
-    if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and width <= WIDEST_ROW:
+    if x.dtype not in (torch.float32, torch.float64):
+        return loops
+    if x.device.type == "cpu" and width <= WIDEST_ROW:
         from bestiary.ops.fastweights import cpu
 
         return cpu
-    if x.is_cuda and x.dtype == torch.float32 and width <= WIDEST_ROW and _has_triton():
+    if x.is_cuda and width <= WIDEST_ROW and _has_triton():
         from bestiary.ops.fastweights import gpu
 
         return gpu

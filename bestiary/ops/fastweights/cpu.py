@@ -1,5 +1,7 @@
 """The compiled rules as differentiable functions on CPU tensors; streams are shared out over threads."""
+# pyright: reportIncompatibleMethodOverride=false
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -21,6 +23,10 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="fastweights")
 
 
+if hasattr(os, "register_at_fork"):  # threads do not survive a fork
+    os.register_at_fork(after_in_child=_pool.cache_clear)
+
+
 def _run(kernel: Callable[..., None], rows: int, width: int, streams: int, *args: Any) -> None:
     """Our own threads, not the compiler's: those do not allow two callers, and actor and learner may be two."""
     arrays = [a.numpy() if isinstance(a, Tensor) else a for a in args]
@@ -39,14 +45,22 @@ def _run(kernel: Callable[..., None], rows: int, width: int, streams: int, *args
 class _Sizes:
     """Of a call: [T, B, H, ...] outside, [T, N, ...] with N = B * H streams inside."""
 
-    def __init__(self, ctx: Any, x: Tensor, W: Tensor) -> None:
-        self.rows, self.batch, self.heads, _ = x.shape
+    def __init__(self, ctx: Any, x: Tensor, reset: Tensor, W: Tensor, keys: int, strengths: int) -> None:
+        """`keys`: rows of width D side by side in x; `strengths`: single numbers after them."""
+        self.rows, self.batch, self.heads, columns = x.shape
         self.width = W.shape[-1]
+        # compiled code does not look where it reads
+        assert self.rows and columns == keys * self.width + strengths and reset.shape == x.shape[:2]
+        assert W.shape == (self.batch, self.heads, self.width, self.width)
         self.streams = self.batch * self.heads
         self.learns = any(ctx.needs_input_grad)
 
     def inside(self, x: Tensor) -> Tensor:
         return x.detach().reshape(self.rows, self.streams, -1).contiguous()
+
+    def given(self, m: Tensor) -> Tensor:
+        """[B, H, ...] -> [N, ...], to be read only."""
+        return m.detach().flatten(0, 1).contiguous()
 
     def memory(self, m: Tensor) -> Tensor:
         """A copy that the kernel may change: [B, H, ...] -> [N, ...]."""
@@ -77,12 +91,13 @@ class _OneMemory(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, delta: bool, x: Tensor, reset: Tensor, W: Tensor, phi: int, bptt: int) -> tuple[Tensor, ...]:
-        sizes = _Sizes(ctx, x, W)
-        x, W = sizes.inside(x), sizes.memory(W)
+        sizes = _Sizes(ctx, x, reset, W, 3, int(delta))
+        x, W0, reset = sizes.inside(x), sizes.given(W), reset.contiguous()
+        W = torch.empty_like(W0)
         y = x.new_empty(sizes.rows, sizes.streams, sizes.width)
         kept, strength, saved = *sizes.kept(x, parts=3), sizes.saved(W)
         kernel = kernels.delta_net_forward if delta else kernels.linear_transformer_forward
-        sizes.run(kernel, x, reset, sizes.heads, phi, W, y, kept, strength, saved)
+        sizes.run(kernel, x, reset, sizes.heads, phi, W0, W, y, kept, strength, saved)
         ctx.save_for_backward(x, reset, kept, strength, saved)
         ctx.rest = sizes, delta, phi, bptt
         return sizes.outside(y), sizes.as_memory(W)
@@ -113,14 +128,15 @@ class _RecurrentDeltaNet(torch.autograd.Function):
         phi: int,
         bptt: int,
     ) -> tuple[Tensor, ...]:
-        sizes = _Sizes(ctx, x, W)
-        x, W, y_last = sizes.inside(x), sizes.memory(W), sizes.memory(y_last)
+        sizes = _Sizes(ctx, x, reset, W, 3, 1)
+        x, W0, y_last, reset = sizes.inside(x), sizes.given(W), sizes.given(y_last), reset.contiguous()
+        W = torch.empty_like(W0)
         R = [r.detach().contiguous() for r in (Rq, Rk, Rv, rb)]
         y = x.new_empty(sizes.rows, sizes.streams, sizes.width)
         parts = 4 if phi == kernels.SOFTMAX else 6
         kept, strength, saved = *sizes.kept(x, parts), sizes.saved(W)
         sizes.run(
-            kernels.recurrent_delta_net_forward, x, *R, reset, sizes.heads, phi, W, y_last, y, kept, strength, saved
+            kernels.recurrent_delta_net_forward, x, *R, reset, sizes.heads, phi, W0, W, y_last, y, kept, strength, saved
         )
         ctx.save_for_backward(*R, reset, kept, strength, saved)
         ctx.rest = sizes, phi, bptt
@@ -159,12 +175,14 @@ class _DeltaRnn(torch.autograd.Function):
         bptt: int,
         eps: float,
     ) -> tuple[Tensor, ...]:
-        sizes = _Sizes(ctx, x, W)
-        x, W, R, y_last = sizes.inside(x), sizes.memory(W), sizes.memory(R), sizes.memory(y_last)
+        sizes = _Sizes(ctx, x, reset, W, 5, 2)
+        x, W0, R0, y_last = sizes.inside(x), sizes.given(W), sizes.given(R), sizes.given(y_last)
+        reset = reset.contiguous()
+        W, R = torch.empty_like(W0), torch.empty_like(R0)
         y = x.new_empty(sizes.rows, sizes.streams, sizes.width)
         kept, strength = sizes.kept(x, parts=6)
         held = kept, strength, torch.empty_like(strength), sizes.saved(W), sizes.saved(R)
-        sizes.run(kernels.delta_rnn_forward, x, reset, sizes.heads, phi, eps, W, R, y_last, y, *held)
+        sizes.run(kernels.delta_rnn_forward, x, reset, sizes.heads, phi, eps, W0, W, R0, R, y_last, y, *held)
         ctx.save_for_backward(x, reset, *held)
         ctx.rest = sizes, phi, bptt
         return sizes.outside(y), sizes.as_memory(W), sizes.as_memory(R)
@@ -181,16 +199,23 @@ class _DeltaRnn(torch.autograd.Function):
         return sizes.outside(dx), None, *memories, None, None, None
 
 
+def _apply(rule: type[torch.autograd.Function], *args: Any) -> Any:
+    """Where no gradient is recorded nothing is kept for one, whatever the weights want."""
+    if not torch.is_grad_enabled():
+        args = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
+    return rule.apply(*args)
+
+
 def linear_transformer(
     x: Tensor, reset: Tensor, W: Tensor, phi: FeatureMap = "elu", bptt: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    return _OneMemory.apply(False, x, reset, W, MAPS[phi], bptt or 0)  # type: ignore
+    return _apply(_OneMemory, False, x, reset, W, MAPS[phi], bptt or 0)
 
 
 def delta_net(
     x: Tensor, reset: Tensor, W: Tensor, phi: FeatureMap = "elu", bptt: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    return _OneMemory.apply(True, x, reset, W, MAPS[phi], bptt or 0)  # type: ignore
+    return _apply(_OneMemory, True, x, reset, W, MAPS[phi], bptt or 0)
 
 
 def recurrent_delta_net(
@@ -202,7 +227,7 @@ def recurrent_delta_net(
     phi: FeatureMap = "softmax",
     bptt: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return _RecurrentDeltaNet.apply(x, *R, reset, W, y, MAPS[phi], bptt or 0)  # type: ignore
+    return _apply(_RecurrentDeltaNet, x, *R, reset, W, y, MAPS[phi], bptt or 0)
 
 
 def delta_rnn(
@@ -215,4 +240,4 @@ def delta_rnn(
     bptt: int | None = None,
     eps: float = PREVIOUS_EPS,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _DeltaRnn.apply(x, reset, W, R, y, MAPS[phi], bptt or 0, eps)  # type: ignore
+    return _apply(_DeltaRnn, x, reset, W, R, y, MAPS[phi], bptt or 0, eps)

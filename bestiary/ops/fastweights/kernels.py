@@ -10,6 +10,7 @@ The way back goes through a chunk in blocks, from its end. The forward pass leav
 cost nothing. They are made value by key: then reading them backwards is a sum of rows too. G is the gradient of the
 memory, key by value.
 """
+# pyright: reportCallIssue=false
 # ruff: noqa: RUF005 (compiled code joins tuples, it does not unpack into them)
 
 import math
@@ -17,14 +18,16 @@ import math
 import numpy as np
 from numba import njit
 
-from bestiary.ops.fastweights.rows import (
+from bestiary.ops.rows import (
     dot,
     exp,
     fma,
     largest,
     load,
+    sigmoid,
     spread,
     store,
+    tanh,
     where_positive,
     zeros,
 )
@@ -34,7 +37,7 @@ ELU, SOFTMAX, SILU = 0, 1, 2
 Q, K, ERROR = 0, 1, 2  # parts of a row: mapped query, mapped key, what the delta rule found missing
 
 compiled = njit(nogil=True, cache=True, error_model="numpy")
-inlined = njit(nogil=True, cache=True, error_model="numpy", forceinline=True)
+inlined = njit(nogil=True, error_model="numpy", forceinline=True)
 
 
 @inlined
@@ -74,6 +77,12 @@ def _clear(A, n, lanes):
 
 
 @inlined
+def _copy(A, n, out, lanes):
+    for i in range(len(lanes)):
+        store(out, (n, i, 0), lanes, load(A, (n, i, 0), lanes))
+
+
+@inlined
 def _enter(t, n, new, W, saved, lanes):
     """The memory before row t: noted where a block starts, emptied where an episode does."""
     if t % BLOCK == 0 and len(saved):
@@ -81,18 +90,6 @@ def _enter(t, n, new, W, saved, lanes):
             store(saved, (t // BLOCK, n, i, 0), lanes, load(W, (n, i, 0), lanes))
     if new:
         _clear(W, n, lanes)
-
-
-@inlined
-def _sigmoid(x):
-    one = spread(1, x)
-    return one / (one + exp(x - x - x))
-
-
-@inlined
-def _tanh(x):
-    one = spread(1, x)
-    return one - spread(2, x) / (one + exp(x + x))
 
 
 @inlined
@@ -109,7 +106,7 @@ def _map(phi, x):
     if phi == ELU:
         a = where_positive(x, x + spread(1, x), exp(x))
         return a / spread(dot(a, spread(1, a)) + 1e-5, a)
-    a = x * _sigmoid(x)
+    a = x * sigmoid(x)
     return a / spread(math.sqrt(dot(a, a) + 1e-6), a)
 
 
@@ -124,7 +121,7 @@ def _map_back(phi, x, p, dp):
         a = where_positive(x, x + one, exp(x))
         slope = where_positive(x, one, a) / spread(dot(a, one) + 1e-5, a)
         return slope * (dp - along)
-    s = _sigmoid(x)
+    s = sigmoid(x)
     a = x * s
     slope = (s + a * (one - s)) / spread(math.sqrt(dot(a, a) + 1e-6), a)
     return slope * (dp - along * p)
@@ -180,10 +177,11 @@ def _delta_row_back(Ws, t, n, new, G, kept, q, k, error, beta, g, dk, lanes):
 
 
 @compiled
-def linear_transformer_forward(x, reset, heads, phi, W, y, kept, strength, saved, lanes, lo, hi):
+def linear_transformer_forward(x, reset, heads, phi, W0, W, y, kept, strength, saved, lanes, lo, hi):
     """x: [T, N, 3D] query, key, value."""
     D = len(lanes)
     for n in range(lo, hi):
+        _copy(W0, n, W, lanes)
         for t in range(len(x)):
             r = min(t, kept.shape[1] - 1)
             _enter(t, n, reset[t, n // heads], W, saved, lanes)
@@ -218,10 +216,11 @@ def linear_transformer_backward(x, reset, heads, phi, bptt, kept, strength, save
 
 
 @compiled
-def delta_net_forward(x, reset, heads, phi, W, y, kept, strength, saved, lanes, lo, hi):
+def delta_net_forward(x, reset, heads, phi, W0, W, y, kept, strength, saved, lanes, lo, hi):
     """x: [T, N, 3D + 1] query, key, value, write strength before the logistic function."""
     D = len(lanes)
     for n in range(lo, hi):
+        _copy(W0, n, W, lanes)
         for t in range(len(x)):
             r = min(t, kept.shape[1] - 1)
             _enter(t, n, reset[t, n // heads], W, saved, lanes)
@@ -259,18 +258,19 @@ HEARD, RAW_Q, RAW_K = 3, 4, 5  # parts of a recurrent row: tanh of the previous 
 
 @compiled
 def recurrent_delta_net_forward(
-    x, Rq, Rk, Rv, rb, reset, heads, phi, W, y_last, y, kept, strength, saved, lanes, lo, hi
+    x, Rq, Rk, Rv, rb, reset, heads, phi, W0, W, y_last, y, kept, strength, saved, lanes, lo, hi
 ):
     """x as for a Delta Net; Rq, Rk, Rv: [H, from, to], rb: [H, D]."""
     D = len(lanes)
     for n in range(lo, hi):
+        _copy(W0, n, W, lanes)
         h = n % heads
         for t in range(len(x)):
             r, new = min(t, kept.shape[1] - 1), reset[t, n // heads]
             _enter(t, n, new, W, saved, lanes)
             heard = zeros(x, lanes)
             if not new:
-                heard = _tanh(load(y_last, (n, 0), lanes) if t == 0 else load(y, (t - 1, n, 0), lanes))
+                heard = tanh(load(y_last, (n, 0), lanes) if t == 0 else load(y, (t - 1, n, 0), lanes))
             store(kept, (n, r, HEARD, 0), lanes, heard)
             query = load(x, (t, n, 0), lanes) + _ask(Rq, (h,), kept, (n, r, HEARD), lanes)
             key = load(x, (t, n, D), lanes) + _ask(Rk, (h,), kept, (n, r, HEARD), lanes)
@@ -328,11 +328,13 @@ PREVIOUS, KEY_2, ERROR_2 = 3, 4, 5  # parts of a Delta RNN's row: softmax of the
 
 @compiled
 def delta_rnn_forward(
-    x, reset, heads, phi, eps, W, R, y_last, y, kept, strength, strength_2, saved, saved_2, lanes, lo, hi
+    x, reset, heads, phi, eps, W0, W, R0, R, y_last, y, kept, strength, strength_2, saved, saved_2, lanes, lo, hi
 ):
     """x: [T, N, 5D + 2] query, key, value, second key, second value, both write strengths."""
     D = len(lanes)
     for n in range(lo, hi):
+        _copy(W0, n, W, lanes)
+        _copy(R0, n, R, lanes)
         for t in range(len(x)):
             r, new = min(t, kept.shape[1] - 1), reset[t, n // heads]
             _enter(t, n, new, W, saved, lanes)

@@ -6,10 +6,12 @@ reads like the equations. The width of a row is part of its type, so it travels 
 
     total = fma(q[i], load(W, (n, i, 0), lanes), total)
 """
+# pyright: reportCallIssue=false
 
 import operator
 
 from llvmlite import ir
+from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic, models, overload, register_model
 
@@ -206,3 +208,15 @@ _between_rows(operator.add, _add)
 _between_rows(operator.sub, _subtract)
 _between_rows(operator.mul, _multiply)
 _between_rows(operator.truediv, _divide)
+
+
+@njit(nogil=True, error_model="numpy", forceinline=True)
+def sigmoid(x):
+    one = spread(1, x)
+    return one / (one + exp(x - x - x))
+
+
+@njit(nogil=True, error_model="numpy", forceinline=True)
+def tanh(x):
+    one = spread(1, x)
+    return one - spread(2, x) / (one + exp(x + x))

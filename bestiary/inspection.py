@@ -130,7 +130,7 @@ def _memory(axis: Any, name: str, table: Tensor) -> None:
     if n <= 8 and not (n == T and "attention" in name):
         for i in range(n):
             axis.plot(table[:, i].numpy(), linewidth=1, label=str(i + 1))
-        axis.legend(fontsize=6, ncols=n, loc="upper right", title=None, frameon=False)
+        axis.legend(fontsize=6, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     else:
         signed = bool((table < 0).any())
         units = table if "attention" in name else table[:, :UNITS_SHOWN]

@@ -83,7 +83,7 @@ def test_the_module_and_the_program_are_the_same():
         (["resume", "nowhere"], "nowhere is not a run"),
         (["bench", "impala-atary"], "did you mean impala-atari?"),
         (["list", "gamess"], "did you mean games"),
-        (["doctor", "who"], "takes no arguments"),
+        (["doctor", "who"], "doctor does not know"),
     ],
 )
 def test_a_mistake_is_refused_in_one_sentence_before_any_work(args, words, tmp_path):

@@ -11,20 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from bestiary.cores import Lstm
 from bestiary.envs import Recall
 from bestiary.experiment import Experiment, family
 from bestiary.presets import preset
 from bestiary.runtime import Local
 
 FILE = Path(__file__).parent / "data" / "golden_runs.json"
+NARROW = {"hidden": 16, "width": 16, "heads": 2, "layers": 1, "feedforward": 16, "window": 6}
 CASES = [(algo, core) for algo in family("algo") for core in family("core")]
 
 
 def experiment(algo: str, core: str) -> Experiment:
     base = preset("recall")
     chosen = base.algo if isinstance(base.algo, family("algo")[algo]) else family("algo")[algo]()
-    memory = Lstm(hidden=16) if core == "lstm" else family("core")[core]()
+    cls = family("core")[core]
+    memory = cls(**{name: value for name, value in NARROW.items() if name in cls.__dataclass_fields__})
     return replace(
         base,
         env=Recall(delay=4),

@@ -128,8 +128,9 @@ class FastCore(Core):
                 answers.append(y)
                 sizes.append(memory[0][0].flatten(1).norm(dim=-1))
             q, k, beta = layer.told(asked, torch.cat(answers))
-            if beta is not None:
-                seen[f"layer {number}: write strength"] = beta[:, 0].flatten(1)
+            for which, strength in enumerate(() if beta is None else beta[:, 0].unbind(-1)):
+                memory_name = "" if which == 0 else " of the second memory"
+                seen[f"layer {number}: write strength{memory_name}"] = strength
             alike = F.cosine_similarity(q[:, 0], k[:1, 0], dim=-1)
             seen[f"layer {number}: query against the first row's key"] = alike
             seen[f"layer {number}: size of the memory"] = torch.stack(sizes)

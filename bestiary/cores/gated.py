@@ -1,6 +1,7 @@
 """Gated recurrent networks: one fused call per chunk, wherever in it episodes begin."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -126,12 +127,24 @@ class GatedCore(Core):
         return y.data[back].view(T, B, -1), tuple(m[:, last] for m in after)
 
 
-def check_gated(hidden: int | None, layers: int, chrono: int | None, bptt: int | None) -> None:
-    if layers < 1:
-        raise UserError(f"core.layers={layers} must be at least 1")
-    if hidden is not None and hidden < 1:
-        raise UserError(f"core.hidden={hidden} must be at least 1")
-    if chrono is not None and chrono < 2:
-        raise UserError(f"core.chrono={chrono} must be at least 2 rows")
-    if bptt is not None and bptt < 1:
-        raise UserError(f"core.bptt={bptt} must be at least 1 row, or None for the whole chunk")
+@dataclass(frozen=True)
+class Gated:
+    """What LSTM and GRU let one choose."""
+
+    hidden: int | None = 256
+    """units per layer; None: as wide as the input"""
+    layers: int = 1
+    chrono: int | None = None
+    """start with memory for about so many rows (chrono initialisation); None: PyTorch's initialisation"""
+    bptt: int | None = None
+    """rows the gradient flows back through memory; None: the whole chunk"""
+
+    def __post_init__(self) -> None:
+        if self.layers < 1:
+            raise UserError(f"core.layers={self.layers} must be at least 1")
+        if self.hidden is not None and self.hidden < 1:
+            raise UserError(f"core.hidden={self.hidden} must be at least 1")
+        if self.chrono is not None and self.chrono < 2:
+            raise UserError(f"core.chrono={self.chrono} must be at least 2 rows")
+        if self.bptt is not None and self.bptt < 1:
+            raise UserError(f"core.bptt={self.bptt} must be at least 1 row, or None for the whole chunk")

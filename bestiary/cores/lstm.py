@@ -6,23 +6,12 @@ import torch
 from torch import nn
 
 from bestiary.cores.base import Core
-from bestiary.cores.gated import GatedCore, check_gated
+from bestiary.cores.gated import Gated, GatedCore
 
 
 @dataclass(frozen=True)
-class Lstm:
+class Lstm(Gated):
     """Long short-term memory: a cell per unit that gates fill, keep and show."""
-
-    hidden: int | None = 256
-    """units per layer; None: as wide as the input"""
-    layers: int = 1
-    chrono: int | None = None
-    """start with memory for about so many rows (chrono initialisation); None: PyTorch's initialisation"""
-    bptt: int | None = None
-    """rows the gradient flows back through memory; None: the whole chunk"""
-
-    def __post_init__(self) -> None:
-        check_gated(self.hidden, self.layers, self.chrono, self.bptt)
 
     def build(self, input_width: int) -> Core:
         core = GatedCore(nn.LSTM(input_width, self.hidden or input_width, self.layers), 2, self.bptt)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import bestiary
-from bestiary.cores import Lstm
+from bestiary.cores import DeltaNet, Gpt, Lstm
 from bestiary.display import Silent
 from bestiary.envs import Atari, Catch, Gym, Recall
 from bestiary.experiment import Checkpoints, Evaluation, Experiment, Logs, family
@@ -108,6 +108,31 @@ def test_every_core_survives_a_resume_exactly(tmp_path):
         experiment = tiny(core=cls(hidden=8) if hasattr(cls, "hidden") else cls(), frames=1_000)
         whole = bestiary.train(experiment, tmp_path / name / "whole")
         assert same(weights(whole), weights(interrupted(experiment, tmp_path / name / "parts", 400)))
+
+
+def test_dropout_resumes_exactly_and_does_not_notice_evaluations(tmp_path):
+    small = DeltaNet(width=8, heads=2, layers=1, feedforward=8, dropout=0.3)
+    experiment = tiny(core=small, frames=1_500)
+    whole = bestiary.train(experiment, tmp_path / "whole")
+    assert same(weights(whole), weights(interrupted(experiment, tmp_path / "parts", 600)))
+    often = replace(experiment, evaluation=Evaluation(every=300, episodes=4))
+    assert same(weights(whole), weights(bestiary.train(often, tmp_path / "often")))
+    without = bestiary.train(replace(experiment, core=replace(small, dropout=0.0)), tmp_path / "without")
+    assert not same(weights(whole), weights(without))
+
+
+def test_a_gpt_learns_from_the_memory_its_actor_had(tmp_path):
+    """Acting writes into the memory in place: what a trajectory starts from must not change under it."""
+    small = Gpt(width=8, heads=2, layers=1, feedforward=8, window=3)
+    runtime = tiny(core=small).runtime.start(tiny(core=small))
+    agent, rhos = runtime.learner.agent, []
+    for _ in range(5):
+        trajectory, _ = runtime.actor.unroll()
+        with torch.no_grad():
+            logits, _, _ = agent(trajectory.step, trajectory.state)
+        rhos.append((logits - trajectory.aux["logits"]).abs().max())
+    runtime.close()
+    assert max(rhos) < 1e-5
 
 
 def test_a_run_goes_on_with_another_number_of_environments(tmp_path):

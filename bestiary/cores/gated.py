@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
@@ -72,10 +71,9 @@ class GatedCore(Core):
             names = (f"{kind}_l{layer}" for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
             W, U, from_input, from_itself = (getattr(self.rnn, name) for name in names)
             if self.leaves == 2:
-                given = F.linear(x, W, from_input + from_itself)
-                x, *left = gates.lstm(given, U, is_first, *before)
+                x, *left = gates.lstm(x, W, U, from_input + from_itself, is_first, *before)
             else:
-                x, *left = gates.gru(F.linear(x, W, from_input), U, from_itself, is_first, *before)
+                x, *left = gates.gru(x, W, U, from_input, from_itself, is_first, *before)
             after.append(left)
         return x, tuple(torch.stack(leaf) for leaf in zip(*after, strict=True))
 

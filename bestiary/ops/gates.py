@@ -39,8 +39,8 @@ def _lstm_row(t, gates, reset, h, c, y, lanes):
 
 
 @compiled
-def _lstm_row_back(t, gates, reset, c, g_y, dh, dc, lanes):
-    """gates[t] become their gradients. dh, dc [B, H]: of what enters row t + 1; dc then of what enters row t."""
+def _lstm_row_back(t, gates, reset, c, g_y, dh, dc, d_gates, lanes):
+    """d_gates[t]: before their functions. dh, dc [B, H]: of what enters row t + 1; dc then of what enters row t."""
     T, B, H = g_y.shape
     for b in range(B):
         kept = not (t + 1 < T and reset[t + 1, b])
@@ -54,10 +54,10 @@ def _lstm_row_back(t, gates, reset, c, g_y, dh, dc, lanes):
             if kept:
                 grad, cell = grad + load(dh, (b, j), lanes), load(dc, (b, j), lanes)
             cell = cell + grad * o * (one - shown * shown)
-            store(gates, (t, b, j), lanes, cell * g * i * (one - i))
-            store(gates, (t, b, H + j), lanes, cell * before * f * (one - f))
-            store(gates, (t, b, 2 * H + j), lanes, cell * i * (one - g * g))
-            store(gates, (t, b, 3 * H + j), lanes, grad * shown * o * (one - o))
+            store(d_gates, (t, b, j), lanes, cell * g * i * (one - i))
+            store(d_gates, (t, b, H + j), lanes, cell * before * f * (one - f))
+            store(d_gates, (t, b, 2 * H + j), lanes, cell * i * (one - g * g))
+            store(d_gates, (t, b, 3 * H + j), lanes, grad * shown * o * (one - o))
             store(dc, (b, j), lanes, cell * f)
 
 
@@ -81,8 +81,8 @@ def _gru_row(t, gates, heard, reset, h, y, lanes):
 
 
 @compiled
-def _gru_row_back(t, gates, heard, reset, h, g_y, dh, direct, lanes):
-    """gates[t] and heard[t] become their gradients; direct [B, H]: the part of the last output's that skips them."""
+def _gru_row_back(t, gates, heard, reset, h, g_y, dh, direct, d_gates, d_heard, lanes):
+    """d_gates[t], d_heard[t]: before their functions; direct [B, H]: the last output's gradient that skips them."""
     T, B, H = g_y.shape
     for b in range(B):
         kept = not (t + 1 < T and reset[t + 1, b])
@@ -96,12 +96,12 @@ def _gru_row_back(t, gates, heard, reset, h, g_y, dh, direct, lanes):
             d_n = grad * (one - z) * (one - n * n)
             d_z = grad * (load(h, (t, b, j), lanes) - n) * z * (one - z)
             d_r = d_n * consulted * r * (one - r)
-            store(gates, (t, b, j), lanes, d_r)
-            store(gates, (t, b, H + j), lanes, d_z)
-            store(gates, (t, b, 2 * H + j), lanes, d_n)
-            store(heard, (t, b, j), lanes, d_r)
-            store(heard, (t, b, H + j), lanes, d_z)
-            store(heard, (t, b, 2 * H + j), lanes, d_n * r)
+            store(d_gates, (t, b, j), lanes, d_r)
+            store(d_gates, (t, b, H + j), lanes, d_z)
+            store(d_gates, (t, b, 2 * H + j), lanes, d_n)
+            store(d_heard, (t, b, j), lanes, d_r)
+            store(d_heard, (t, b, H + j), lanes, d_z)
+            store(d_heard, (t, b, 2 * H + j), lanes, d_n * r)
             store(direct, (b, j), lanes, grad * z)
 
 
@@ -116,70 +116,89 @@ def _entering(first: Tensor, reset: Tensor) -> Tensor:
     return h
 
 
+def _from_input(x: Tensor, W: Tensor, bias: Tensor) -> Tensor:
+    """[T, B, gates * H]: as far as the input decides."""
+    return torch.addmm(bias, x.flatten(0, 1), W.t()).view(*x.shape[:2], -1)
+
+
+def _to_input(d_gates: Tensor, x: Tensor, W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the input, its weights and their bias."""
+    flat = d_gates.flatten(0, 1)
+    return (flat @ W).view_as(x), flat.t() @ x.flatten(0, 1), flat.sum(0)
+
+
 class _Lstm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, given: Tensor, U: Tensor, reset: Tensor, h0: Tensor, c0: Tensor) -> tuple[Tensor, ...]:
-        gates, h, c = given.detach().clone(), _entering(h0, reset), _entering(c0, reset)
+    def forward(
+        ctx: Any, x: Tensor, W: Tensor, U: Tensor, bias: Tensor, reset: Tensor, h0: Tensor, c0: Tensor
+    ) -> tuple[Tensor, ...]:
+        gates, h, c = _from_input(x, W, bias), _entering(h0, reset), _entering(c0, reset)
         y = torch.empty_like(h[1:])
         arrays = [a.numpy() for a in (gates, reset, h, c, y)]
-        lanes, back = _lanes(y.shape[-1]), U.detach().t()
+        lanes, back = _lanes(y.shape[-1]), U.t()
         for t in range(len(y)):
             gates[t].addmm_(h[t], back)
             _lstm_row(t, *arrays, lanes)
-        ctx.save_for_backward(gates, U, reset, h, c)
+        ctx.save_for_backward(x, W, U, gates, reset, h, c)
         return y, h[-1].clone(), c[-1].clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        gates, U, reset, h, c = ctx.saved_tensors
-        gates = gates.clone()
-        g_y, dh, dc = grads[0].contiguous(), grads[1].clone(), grads[2].clone()
-        arrays = [a.numpy() for a in (gates, reset, c, g_y, dh, dc)]
+        x, W, U, gates, reset, h, c = ctx.saved_tensors
+        g_y, dh, dc, d_gates = grads[0].contiguous(), grads[1].clone(), grads[2].clone(), torch.empty_like(gates)
+        arrays = [a.numpy() for a in (gates, reset, c, g_y, dh, dc, d_gates)]
         lanes = _lanes(g_y.shape[-1])
         for t in range(len(g_y) - 1, -1, -1):
             _lstm_row_back(t, *arrays, lanes)
-            torch.mm(gates[t], U, out=dh)
-        dU = gates.flatten(0, 1).t() @ h[:-1].flatten(0, 1)
+            torch.mm(d_gates[t], U, out=dh)
+        dx, dW, dbias = _to_input(d_gates, x, W)
+        dU = d_gates.flatten(0, 1).t() @ h[:-1].flatten(0, 1)
         first = reset[0][:, None]
-        return gates, dU, None, torch.where(first, 0, dh), torch.where(first, 0, dc)
+        return dx, dW, dU, dbias, None, torch.where(first, 0, dh), torch.where(first, 0, dc)
 
 
 class _Gru(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, given: Tensor, U: Tensor, bias: Tensor, reset: Tensor, h0: Tensor) -> tuple[Tensor, ...]:
-        gates, heard, h = given.detach().clone(), torch.empty_like(given), _entering(h0, reset)
-        y = torch.empty_like(h[1:])
+    def forward(
+        ctx: Any, x: Tensor, W: Tensor, U: Tensor, bias: Tensor, self_bias: Tensor, reset: Tensor, h0: Tensor
+    ) -> tuple[Tensor, ...]:
+        gates, h = _from_input(x, W, bias), _entering(h0, reset)
+        heard, y = torch.empty_like(gates), torch.empty_like(h[1:])
         arrays = [a.numpy() for a in (gates, heard, reset, h, y)]
-        lanes, back, bias = _lanes(y.shape[-1]), U.detach().t(), bias.detach()
+        lanes, back = _lanes(y.shape[-1]), U.t()
         for t in range(len(y)):
-            torch.addmm(bias, h[t], back, out=heard[t])
+            torch.addmm(self_bias, h[t], back, out=heard[t])
             _gru_row(t, *arrays, lanes)
-        ctx.save_for_backward(gates, heard, U, reset, h)
+        ctx.save_for_backward(x, W, U, gates, heard, reset, h)
         return y, h[-1].clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        gates, heard, U, reset, h = ctx.saved_tensors
-        gates, heard = gates.clone(), heard.clone()
-        g_y, dh = grads[0].contiguous(), grads[1].clone()
-        direct = torch.empty_like(dh)
-        arrays = [a.numpy() for a in (gates, heard, reset, h, g_y, dh, direct)]
+        x, W, U, gates, heard, reset, h = ctx.saved_tensors
+        g_y, dh, direct = grads[0].contiguous(), grads[1].clone(), torch.empty_like(grads[1])
+        d_gates, d_heard = torch.empty_like(gates), torch.empty_like(heard)
+        arrays = [a.numpy() for a in (gates, heard, reset, h, g_y, dh, direct, d_gates, d_heard)]
         lanes = _lanes(g_y.shape[-1])
         for t in range(len(g_y) - 1, -1, -1):
             _gru_row_back(t, *arrays, lanes)
-            torch.addmm(direct, heard[t], U, out=dh)
-        flat = heard.flatten(0, 1)
-        dU, dbias = flat.t() @ h[:-1].flatten(0, 1), flat.sum(0)
-        return gates, dU, dbias, None, torch.where(reset[0][:, None], 0, dh)
+            torch.addmm(direct, d_heard[t], U, out=dh)
+        dx, dW, dbias = _to_input(d_gates, x, W)
+        flat = d_heard.flatten(0, 1)
+        dU = flat.t() @ h[:-1].flatten(0, 1)
+        return dx, dW, dU, dbias, flat.sum(0), None, torch.where(reset[0][:, None], 0, dh)
 
 
-def lstm(given: Tensor, U: Tensor, reset: Tensor, h0: Tensor, c0: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """given: [T, B, 4H], input, forget, cell and output as far as the input decides; U: [4H, H]; h0, c0: [B, H]."""
-    return _Lstm.apply(given, U, reset, h0, c0)  # type: ignore
+def lstm(
+    x: Tensor, W: Tensor, U: Tensor, bias: Tensor, reset: Tensor, h0: Tensor, c0: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x: [T, B, D]; W: [4H, D], U: [4H, H], bias: [4H] of input, forget, cell, output; h0, c0: [B, H]."""
+    return _Lstm.apply(x, W, U, bias, reset.contiguous(), h0, c0)  # type: ignore
 
 
-def gru(given: Tensor, U: Tensor, bias: Tensor, reset: Tensor, h0: Tensor) -> tuple[Tensor, Tensor]:
-    """given: [T, B, 3H], reset, update and new as far as the input decides; U [3H, H] and bias: of the last output."""
-    return _Gru.apply(given, U, bias, reset, h0)  # type: ignore
+def gru(
+    x: Tensor, W: Tensor, U: Tensor, bias: Tensor, self_bias: Tensor, reset: Tensor, h0: Tensor
+) -> tuple[Tensor, Tensor]:
+    """x: [T, B, D]; W: [3H, D], U: [3H, H], both biases [3H] of reset, update, new; h0: [B, H]."""
+    return _Gru.apply(x, W, U, bias, self_bias, reset.contiguous(), h0)  # type: ignore

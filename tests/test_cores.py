@@ -1,6 +1,8 @@
 """The contract of memory, for every core in the union: new ones are tested for free."""
 
 import dataclasses
+import subprocess
+import sys
 from itertools import pairwise
 from typing import Any
 
@@ -524,3 +526,18 @@ def test_sizes_with_the_residual_network_and_six_actions_are_the_published_ones(
     agent = ImpalaAgent(spec, net, cls())
     assert sum(p.numel() for p in agent.parameters()) == total
     assert sum(s[0].numel() for s in agent.torso.core.initial_state(1)) == floats
+
+
+def test_a_gpt_trains_on_fifteen_hundred_rows_within_two_gigabytes():
+    code = """
+import resource, torch
+from bestiary.cores import Gpt
+core, T, B = Gpt(width=128, layers=2, window=1500).build(32), 1500, 8
+x, is_first = torch.randn(T, B, 32), torch.rand(T, B) < 0.001
+with torch.no_grad():
+    _, state = core(x, is_first, core.initial_state(B))
+core(x, is_first, state)[0].sum().backward()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert float(done.stdout) < 2  # GiB; ru_maxrss counts KiB on Linux

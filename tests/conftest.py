@@ -14,5 +14,5 @@ def _same_weights_every_time() -> None:
 
 @pytest.fixture(scope="session")
 def data() -> Path:
-    """Where the reference data lies; its own README says where the numbers come from."""
+    """Where the reference data lies."""
     return Path(__file__).parent / "data"

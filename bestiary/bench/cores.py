@@ -65,11 +65,11 @@ def rule_sides(cfg: Settings, rule: str, T: int) -> dict[str, Callable[[], objec
     return sides
 
 
-def learn_side(core: nn.Module, T: int, B: int, width: int, episodes: bool = True) -> Callable[[], object]:
+def learn_side(core: nn.Module, T: int, B: int, width: int) -> Callable[[], object]:
     """Forward and backward of a whole core (or a plain nn.LSTM) on one chunk."""
     torch.manual_seed(0)
     x = torch.randn(T, B, width, requires_grad=True)
-    is_first = (torch.rand(T, B) < 0.02) if episodes else torch.zeros(T, B, dtype=torch.bool)
+    is_first = torch.rand(T, B) < 0.02
     state = core.initial_state(B) if isinstance(core, Core) else None
     wanted = [x, *core.parameters()]
 
@@ -105,13 +105,33 @@ def lstm_of(count: int, width: int) -> nn.LSTM:
     return nn.LSTM(width, hidden)
 
 
-def main(cfg: Settings) -> dict[str, Any]:
-    keep_memory()
-    torch.set_num_threads(cfg.threads or usable_cores())
-    width = cfg.heads * cfg.head_width
-    results: dict[str, Any] = {"rules": {}, "cores": {}, "resets": {}, "gpt": {}}
-    console = Console(width=120)
+def gpt_side(core: Core, B: int, width: int, t: int) -> Callable[[], object]:
+    """Twenty times the step at position t."""
+    *rings, count = core.initial_state(B)
+    x, nowhere = torch.randn(1, B, width), torch.zeros(1, B, dtype=torch.bool)
 
+    @torch.no_grad()
+    def run() -> None:
+        for _ in range(20):
+            core(x, nowhere, (*rings, count + t))
+
+    return run
+
+
+def milliseconds(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    return {name: 1000 * s for name, s in medians(sides, rounds).items()}
+
+
+def new_table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2))
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i else "left")
+    return table
+
+
+def rules(cfg: Settings, width: int) -> dict[str, Any]:
+    """Every rule in each of its forms, and an LSTM."""
+    results: dict[str, Any] = {}
     setting = f"B={cfg.batch}, {cfg.heads} heads x {cfg.head_width}, {torch.get_num_threads()} threads"
     table = new_table(
         f"rules: ms, forward + backward, {setting}",
@@ -128,12 +148,17 @@ def main(cfg: Settings) -> dict[str, Any]:
         for rule in RULES:
             rounds = cfg.rounds if T < 512 else 3
             ms = milliseconds(rule_sides(cfg, rule, T) | {"lstm": plain}, rounds)
-            results["rules"][f"{rule}-{T}"] = ms
+            results[f"{rule}-{T}"] = ms
             other = f"{ms['chunked']:.1f}" if "chunked" in ms else "-"
             ratio = f"{ms['loop'] / ms['fast']:.1f}x"
             table.add_row(rule, str(T), f"{ms['loop']:.0f}", other, f"{ms['fast']:.1f}", ratio, f"{ms['lstm']:.1f}")
-    console.print(table)
+    Console(width=120).print(table)
+    return results
 
+
+def whole(cfg: Settings, width: int) -> dict[str, Any]:
+    """Every core, learning and acting, beside an LSTM."""
+    results: dict[str, Any] = {}
     fast: dict[str, Any] = {"width": width, "heads": cfg.heads, "layers": 1, "feedforward": 2 * width}
     configs: dict[str, CoreConfig] = {
         "lstm": Lstm(hidden=width),
@@ -161,7 +186,7 @@ def main(cfg: Settings) -> dict[str, Any]:
                 "lstm": learn_side(lstm_of(parameters(core), width), T, cfg.batch, width),
             }
             ms = milliseconds(sides, cfg.rounds if T < 512 else 3)
-            results["cores"][f"{name}-{T}"] = ms | {"act": acting["core"], "act_lstm": acting["lstm"]}
+            results[f"{name}-{T}"] = ms | {"act": acting["core"], "act_lstm": acting["lstm"]}
             shown = [f"{acting['core']:.2f}", f"{acting['lstm']:.2f}", f"{acting['core'] / acting['lstm']:.2f}"]
             table.add_row(
                 name,
@@ -171,8 +196,13 @@ def main(cfg: Settings) -> dict[str, Any]:
                 f"{ms['lstm']:.1f}",
                 *(shown if T == 50 else ["", "", ""]),
             )
-    console.print(table)
+    Console(width=120).print(table)
+    return results
 
+
+def starts(cfg: Settings, width: int) -> dict[str, Any]:
+    """LSTM and GRU with episodes that start inside the chunk, beside the plain fused call."""
+    results: dict[str, Any] = {}
     table = new_table(
         f"episodes starting inside the chunk (2% of rows): ms, T = 80, width {width}",
         "core",
@@ -189,39 +219,28 @@ def main(cfg: Settings) -> dict[str, Any]:
             {"plain": learn_side(plain, 80, cfg.batch, width), "starts": learn_side(core, 80, cfg.batch, width)},
             cfg.rounds,
         )
-        results["resets"][name] = ms
+        results[name] = ms
         table.add_row(name, f"{ms['plain']:.1f}", f"{ms['starts']:.1f}", f"{ms['starts'] / ms['plain']:.2f}")
-    console.print(table)
+    Console(width=120).print(table)
+    return results
 
+
+def looking_back(cfg: Settings, width: int) -> dict[str, Any]:
+    """The step of a GPT, early and late in an episode."""
+    results: dict[str, Any] = {}
     table = new_table(f"GPT of width {width}, one layer, window 1,024: ms of the step at position t", "t", "a step")
     core = Gpt(width=width, heads=cfg.heads, layers=1, window=1024, feedforward=2 * width).build(width).eval()
     sides = {str(t): gpt_side(core, cfg.batch, width, t) for t in (1, 64, 256, 1000)}
     for t, value in milliseconds(sides, cfg.rounds).items():
-        results["gpt"][t] = value / 20
+        results[t] = value / 20
         table.add_row(t, f"{value / 20:.2f}")
-    console.print(table)
+    Console(width=120).print(table)
     return results
 
 
-def gpt_side(core: Core, B: int, width: int, t: int) -> Callable[[], object]:
-    """Twenty times the step at position t."""
-    *rings, count = core.initial_state(B)
-    x, nowhere = torch.randn(1, B, width), torch.zeros(1, B, dtype=torch.bool)
-
-    @torch.no_grad()
-    def run() -> None:
-        for _ in range(20):
-            core(x, nowhere, (*rings, count + t))
-
-    return run
-
-
-def milliseconds(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    return {name: 1000 * s for name, s in medians(sides, rounds).items()}
-
-
-def new_table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2))
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left")
-    return table
+def main(cfg: Settings) -> dict[str, Any]:
+    keep_memory()
+    torch.set_num_threads(cfg.threads or usable_cores())
+    width = cfg.heads * cfg.head_width
+    tables = {"rules": rules, "cores": whole, "resets": starts, "gpt": looking_back}
+    return {name: table(cfg, width) for name, table in tables.items()}

@@ -49,6 +49,24 @@ class Core(nn.Module):
         return {"size of the memory": torch.stack(sizes)} if state else {}
 
 
+def check_sizes(cfg: object, *names: str) -> None:
+    """Refuse a size below one; None means that the core chooses."""
+    for name in names:
+        value = getattr(cfg, name)
+        if value is not None and value < 1:
+            raise UserError(f"core.{name.replace('_', '-')}={value} must be at least 1")
+
+
+def check_dropout(dropout: float) -> None:
+    if not 0 <= dropout < 1:
+        raise UserError(f"core.dropout={dropout} must lie in [0, 1)")
+
+
+def check_bptt(bptt: int | None) -> None:
+    if bptt is not None and bptt < 1:
+        raise UserError(f"core.bptt={bptt} must be at least 1 row, or None for the whole chunk")
+
+
 class CoreConfig(Protocol):
     """A memory is a frozen dataclass of numbers that builds a Core."""
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bestiary.cores.base import Core
+from bestiary.cores.base import Core, check_bptt, check_dropout, check_sizes
 from bestiary.errors import UserError
 from bestiary.types import State
 
@@ -29,19 +29,13 @@ class FastWeights:
     """rows the gradient flows back through memory; None: the whole chunk, 1: as the published code did"""
 
     def __post_init__(self) -> None:
-        for name in ("width", "layers", "heads", "feedforward"):
-            if getattr(self, name) < 1:
-                raise UserError(f"core.{name}={getattr(self, name)} must be at least 1")
+        check_sizes(self, "width", "layers", "heads", "head_width", "feedforward")
+        check_dropout(self.dropout)
+        check_bptt(self.bptt)
         if self.head_width is None and self.width % self.heads:
             raise UserError(
                 f"core.heads={self.heads} must divide core.width={self.width}, or set core.head-width yourself"
             )
-        if self.head_width is not None and self.head_width < 1:
-            raise UserError(f"core.head-width={self.head_width} must be at least 1")
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"core.dropout={self.dropout} must lie in [0, 1)")
-        if self.bptt is not None and self.bptt < 1:
-            raise UserError(f"core.bptt={self.bptt} must be at least 1 row, or None for the whole chunk")
 
     @property
     def lanes(self) -> int:
@@ -54,7 +48,8 @@ class FastLayer(nn.Module):
 
     def __init__(self, cfg: FastWeights, per_head: int, strengths: int = 0, beta_bias: float | None = None) -> None:
         super().__init__()
-        self.heads, self.lanes, self.bptt, self.dropout = cfg.heads, cfg.lanes, cfg.bptt, cfg.dropout
+        self.heads, self.lanes, self.bptt = cfg.heads, cfg.lanes, cfg.bptt
+        self.drop = nn.Dropout(cfg.dropout)
         self.norm = nn.LayerNorm(cfg.width)
         self.slow = nn.Linear(cfg.width, cfg.heads * per_head, bias=False)
         self.out = nn.Linear(cfg.heads * cfg.lanes, cfg.width, bias=False)
@@ -87,9 +82,6 @@ class FastLayer(nn.Module):
     def told(self, asked: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Mapped queries and keys [T, B, H, D] and write strengths [T, B, H, n] of an episode, answers y given."""
         raise NotImplementedError
-
-    def drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
 
 class FastCore(Core):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from bestiary.cores.base import Core
+from bestiary.cores.base import Core, check_bptt, check_sizes
 from bestiary.errors import UserError
 from bestiary.types import State
 
@@ -138,11 +138,7 @@ class Gated:
     """rows the gradient flows back through memory; None: the whole chunk"""
 
     def __post_init__(self) -> None:
-        if self.layers < 1:
-            raise UserError(f"core.layers={self.layers} must be at least 1")
-        if self.hidden is not None and self.hidden < 1:
-            raise UserError(f"core.hidden={self.hidden} must be at least 1")
+        check_sizes(self, "hidden", "layers")
+        check_bptt(self.bptt)
         if self.chrono is not None and self.chrono < 2:
             raise UserError(f"core.chrono={self.chrono} must be at least 2 rows")
-        if self.bptt is not None and self.bptt < 1:
-            raise UserError(f"core.bptt={self.bptt} must be at least 1 row, or None for the whole chunk")

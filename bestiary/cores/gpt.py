@@ -2,13 +2,13 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bestiary.cores.base import Core
+from bestiary.cores.base import Core, check_dropout, check_sizes
 from bestiary.errors import UserError
 from bestiary.types import State
 
@@ -36,7 +36,8 @@ class GptLayer(nn.Module):
 
     def __init__(self, cfg: "Gpt") -> None:
         super().__init__()
-        self.heads, self.dropout = cfg.heads, cfg.dropout
+        self.heads = cfg.heads
+        self.drop = nn.Dropout(cfg.dropout)
         self.rotary = cfg.positions == "rotary"
         self.norm = nn.LayerNorm(cfg.width)
         self.qkv = nn.Linear(cfg.width, 3 * cfg.width)
@@ -45,11 +46,16 @@ class GptLayer(nn.Module):
         self.ff_in = nn.Linear(cfg.width, cfg.feedforward or 4 * cfg.width)
         self.ff_out = nn.Linear(cfg.feedforward or 4 * cfg.width, cfg.width)
 
+    def ask(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, [B, T, E], of rows [T, B, E]."""
+        q, k, v = self.qkv(self.norm(x)).transpose(0, 1).chunk(3, -1)
+        if self.rotary:
+            q, k = (rotate(z, position.t(), self.heads) for z in (q, k))
+        return q, k, v
+
     def forward(self, x: Tensor, view: View, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x: [T, B, E]; keys, values: [B, slots, E], the ring. Returns also the ring afterwards."""
-        q, k, v = self.qkv(self.norm(x)).transpose(0, 1).chunk(3, -1)  # [B, T, E]
-        if self.rotary:
-            q, k = (rotate(z, view.position.t(), self.heads) for z in (q, k))
+        q, k, v = self.ask(x, view.position)
         after_k, after_v = turn(keys, k, view), turn(values, v, view)
         if view.reach is not None:
             seen_k, seen_v = after_k[:, : view.reach], after_v[:, : view.reach]
@@ -64,14 +70,11 @@ class GptLayer(nn.Module):
             seen_v,
             attn_mask=view.mask,
             is_causal=view.mask is None,
-            dropout_p=self.dropout if self.training else 0.0,
+            dropout_p=self.drop.p if self.training else 0.0,
         )
         x = x + self.drop(self.out(y.transpose(1, 2).flatten(2).transpose(0, 1)))
         x = x + self.drop(self.ff_out(F.gelu(self.ff_in(self.ff_norm(x)), approximate="tanh")))
         return x, after_k, after_v
-
-    def drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
 
 def turn(ring: Tensor, rows: Tensor, view: View) -> Tensor:
@@ -113,7 +116,8 @@ class GptCore(Core):
 
     def __init__(self, cfg: "Gpt", input_width: int) -> None:
         super().__init__()
-        self.width, self.window, self.slots, self.dropout = cfg.width, cfg.window, cfg.window + 1, cfg.dropout
+        self.width, self.window, self.slots = cfg.width, cfg.window, cfg.window + 1
+        self.drop = nn.Dropout(cfg.dropout)
         self.positions = cfg.positions
         self.project = nn.Linear(input_width, cfg.width)
         self.table = nn.Embedding(cfg.window, cfg.width) if cfg.positions == "learned" else None
@@ -141,8 +145,7 @@ class GptCore(Core):
             x = x + torch.stack([sin, cos], -1).flatten(-2)[..., : self.width]
         elif self.table is not None:
             x = x + self.table(view.position.clamp(max=self.window - 1))
-        if self.dropout:
-            x = F.dropout(x, self.dropout, self.training)
+        x = self.drop(x)
         after: list[Tensor] = []
         for i, layer in enumerate(self.layers):
             x, keys, values = layer(x, view, rings[2 * i], rings[2 * i + 1])
@@ -154,15 +157,11 @@ class GptCore(Core):
         """For every layer, which past rows each row attends to: the mean over heads, [T, T]."""
         T = len(x)
         nowhere = torch.zeros(T, 1, dtype=torch.bool, device=x.device)
-        state = self.initial_state(1)
-        view = self.look(nowhere, state[-1])
         back = torch.arange(T, device=x.device)[:, None] - torch.arange(T, device=x.device)
         seen: dict[str, Tensor] = {}
 
-        def watch(number: int, layer: GptLayer, inputs: tuple[Tensor, ...]) -> None:
-            q, k, _ = layer.qkv(layer.norm(inputs[0])).transpose(0, 1).chunk(3, -1)
-            if layer.rotary:
-                q, k = (rotate(z, view.position.t(), layer.heads) for z in (q, k))
+        def watch(number: int, layer: GptLayer, inputs: tuple[Any, ...]) -> None:
+            q, k, _ = layer.ask(inputs[0], inputs[1].position)
             q, k = (z.unflatten(-1, (layer.heads, -1)).transpose(1, 2)[0] for z in (q, k))
             score = (q @ k.transpose(1, 2) / q.shape[-1] ** 0.5).masked_fill(
                 (back < 0) | (back >= self.window), -torch.inf
@@ -174,7 +173,7 @@ class GptCore(Core):
             for i, layer in enumerate(self.layers)
         ]
         try:
-            self(x, nowhere, state)
+            self(x, nowhere, self.initial_state(1))
         finally:
             for hook in hooks:
                 hook.remove()
@@ -231,17 +230,12 @@ class Gpt:
     """while learning; never while acting or in targets"""
 
     def __post_init__(self) -> None:
-        for name in ("width", "layers", "heads", "window"):
-            if getattr(self, name) < 1:
-                raise UserError(f"core.{name}={getattr(self, name)} must be at least 1")
+        check_sizes(self, "width", "layers", "heads", "feedforward", "window")
+        check_dropout(self.dropout)
         if self.width % self.heads:
             raise UserError(f"core.heads={self.heads} must divide core.width={self.width}")
         if self.positions == "rotary" and (self.width // self.heads) % 2:
             raise UserError(f"rotary positions need an even head width, not {self.width // self.heads}")
-        if self.feedforward is not None and self.feedforward < 1:
-            raise UserError(f"core.feedforward={self.feedforward} must be at least 1")
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"core.dropout={self.dropout} must lie in [0, 1)")
 
     def build(self, input_width: int) -> Core:
         return GptCore(self, input_width)

@@ -1,6 +1,7 @@
 """One program with a few commands. Nothing heavy is imported before it is needed."""
 
 import errno
+import os
 import sys
 from collections.abc import Callable
 
@@ -55,6 +56,9 @@ def main(argv: list[str] | None = None) -> int:
         return fail(str(e))
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # who read our output has seen enough: `bestiary list | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again as it exits
+        return 141
     except OSError as e:
         if e.errno != errno.ENOSPC:
             raise

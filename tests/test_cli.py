@@ -203,6 +203,18 @@ def test_a_diverging_run_says_at_which_update(tmp_path):
     assert list((tmp_path / "r" / "checkpoints").iterdir())
 
 
+def test_a_reader_who_has_seen_enough_gets_no_traceback():
+    program = subprocess.Popen(
+        [sys.executable, "-m", "bestiary", "train", "recall", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert program.stdout and program.stderr
+    program.stdout.close()
+    complaint = program.stderr.read()
+    program.stderr.close()
+    assert program.wait(120) == 141
+    assert not complaint
+
+
 def test_everything_can_be_listed():
     done = bestiary("list")
     assert all(name in done.stdout for name in (*PRESETS, "core:lstm", "env:atari", "algo:impala", "runtime:overlap"))

@@ -219,10 +219,11 @@ def test_a_part_that_is_not_an_object_is_refused(wrong):
         decode(Experiment, data)
 
 
-def test_a_saved_value_that_makes_no_sense_is_refused_by_its_part():
+@pytest.mark.parametrize("field", ["discount", "trace_decay"])
+def test_a_saved_value_that_makes_no_sense_is_refused_by_its_part(field):
     data = encode(Experiment())
-    data["algo"]["discount"] = 1.5
-    with pytest.raises(ValueError, match=r"algo\.discount=1\.5 must lie in \[0, 1\]"):
+    data["algo"][field] = 1.5
+    with pytest.raises(ValueError, match=rf"algo\.{field.replace('_', '-')}=1\.5 must lie in \[0, 1\]"):
         decode(Experiment, data)
 
 

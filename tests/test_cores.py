@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from bestiary.algos.impala import ImpalaAgent
-from bestiary.cores import DeltaNet, DeltaRnn, Ff, Gpt, Gru, LinearTransformer, Lstm, RecurrentDeltaNet
+from bestiary.cores import DeltaNet, DeltaRnn, Ff, Gpt, Gru, LinearTransformer, Lstm, RecurrentDeltaNet, gpt
 from bestiary.cores.base import Core
-from bestiary.cores.gpt import rotate
+from bestiary.cores.gpt import rotate, waves
 from bestiary.experiment import family
 from bestiary.nets import Net, Resnet
 from bestiary.types import Spec, State
@@ -470,8 +470,24 @@ def test_the_gpt_follows_its_equations():
 
 def test_rotary_positions_see_distances_only():
     q = normal(B, 2, HIDDEN, seed=9)
-    near, far = (rotate(q, torch.tensor([[a, a + 3]] * B), 2) for a in (0, 17))
+    near, far = (rotate(q, waves(torch.tensor([[a, a + 3]] * B), HIDDEN // 2, q.dtype)) for a in (0, 17))
     assert_same(((near[:, 0] * near[:, 1]).sum(-1),), ((far[:, 0] * far[:, 1]).sum(-1),), "similarity at distance 3")
+
+
+@pytest.mark.parametrize("positions", ["sine", "rotary"])
+def test_positions_beyond_the_table_are_worked_out(positions, monkeypatch):
+    core = small(Gpt, positions=positions).build(INPUT).double()
+    x = normal(T, B, INPUT, seed=7)
+    looked_up = core(x, borders(0), core.initial_state(B))
+    monkeypatch.setattr(gpt, "LONGEST_TABLE", 0)
+    assert_same(looked_up[:1], core(x, borders(0), core.initial_state(B))[:1], "output")
+
+
+def test_weights_start_at_the_scale_of_their_inputs_or_as_asked():
+    for std, inputs in ((None, 64), (0.02, 64)):
+        layer: Any = Gpt(width=64, layers=1, weight_std=std).build(INPUT).layers[0]  # type: ignore
+        assert layer.qkv.weight.std().item() == pytest.approx(std or inputs**-0.5, rel=0.05)
+        assert layer.ff_out.weight.std().item() == pytest.approx(std or (4 * inputs) ** -0.5, rel=0.05)
 
 
 @pytest.mark.parametrize("cls", [Gpt, *FAST])
@@ -494,6 +510,7 @@ def test_dropout_acts_while_learning_only(cls):
         (Gpt, {"dropout": 1.0}, r"core\.dropout=1.0 must lie in \[0, 1\)"),
         (Gpt, {"positions": "rotary", "width": 6, "heads": 2}, "even head width, not 3"),
         (Gpt, {"feedforward": 0}, r"core\.feedforward=0"),
+        (Gpt, {"weight_std": 0.0}, r"core\.weight-std=0.0 must be positive"),
         (DeltaNet, {"width": 10, "heads": 4}, r"core\.heads=4 must divide core\.width=10"),
         (DeltaNet, {"head_width": 0}, r"core\.head-width=0"),
         (DeltaRnn, {"bptt": 0}, r"core\.bptt=0 must be at least 1 row"),

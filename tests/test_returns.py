@@ -69,8 +69,9 @@ def paper_sum(
     value: np.ndarray,
     clip_rho: float,
     clip_pg_rho: float,
+    trace_decay: float,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Espeholt et al. 2018, eq. 1, term by term for one stream; `value` holds V(x_0) ... V(x_T).
+    """Espeholt et al. 2018, eq. 1 with c_i of remark 2, term by term for one stream; `value` holds V(x_0) ... V(x_T).
 
     v_s = V(x_s) + sum_{t=s}^{T-1} gamma^{t-s} (prod_{i=s}^{t-1} c_i) delta_t V
     delta_t V = rho_t (r_t + gamma V(x_{t+1}) - V(x_t))
@@ -81,7 +82,7 @@ def paper_sum(
         for t in range(s, T):
             product = 1.0
             for i in range(s, t):
-                product *= discount[i] * min(1.0, np.exp(log_rho[i]))
+                product *= discount[i] * trace_decay * min(1.0, np.exp(log_rho[i]))
             delta = min(clip_rho, np.exp(log_rho[t])) * (reward[t] + discount[t] * value[t + 1] - value[t])
             v[s] += product * delta
     advantage = np.zeros(T)
@@ -90,8 +91,9 @@ def paper_sum(
     return v[:T], advantage
 
 
+@pytest.mark.parametrize("trace_decay", [1.0, 0.9, 0.0])
 @pytest.mark.parametrize(("clip_rho", "clip_pg_rho"), [(1.0, 1.0), (2.5, 1.7), (None, None), (0.4, None)])
-def test_vtrace_is_the_sum_in_the_paper(clip_rho, clip_pg_rho):
+def test_vtrace_is_the_sum_in_the_paper(clip_rho, clip_pg_rho, trace_decay):
     rng = np.random.default_rng(3)
     T, B = 17, 6
     log_rho = rng.normal(0, 1.5, (T, B))
@@ -102,6 +104,7 @@ def test_vtrace_is_the_sum_in_the_paper(clip_rho, clip_pg_rho):
         *(torch.from_numpy(x) for x in (log_rho, discount, reward, value[:-1], value[-1])),
         clip_rho=clip_rho,
         clip_pg_rho=clip_pg_rho,
+        trace_decay=trace_decay,
     )
     for b in range(B):
         v, advantage = paper_sum(
@@ -111,6 +114,7 @@ def test_vtrace_is_the_sum_in_the_paper(clip_rho, clip_pg_rho):
             value[:, b],
             np.inf if clip_rho is None else clip_rho,
             np.inf if clip_pg_rho is None else clip_pg_rho,
+            trace_decay,
         )
         assert_close(out.targets[:, b], torch.from_numpy(v))
         assert_close(out.advantages[:, b], torch.from_numpy(advantage))

@@ -71,6 +71,7 @@ class ImpalaLearner:
             m.valid,
             cfg.clip_rho,
             cfg.clip_pg_rho,
+            cfg.trace_decay,
         )
         weight = m.valid.to(value.dtype)  # rows that lead into another episode teach nothing
         count = weight.sum().clamp(min=1)
@@ -143,6 +144,8 @@ class Impala:
     entropy_cost: float = 0.01
     clip_rho: float | None = 1.0
     clip_pg_rho: float | None = 1.0
+    trace_decay: float = 1.0
+    """lambda of V-trace: below 1, what follows long after a move counts less for it, and so does that much luck"""
     reduction: Literal["sum", "mean"] = "sum"
     """of the losses over the T x B moves; sum is what IMPALA and TorchBeast do"""
     grad_norm: float = 40.0
@@ -157,6 +160,8 @@ class Impala:
             raise UserError(f"algo.batch-size={self.batch_size} must be at least 1")
         if not 0 <= self.discount <= 1:
             raise UserError(f"algo.discount={self.discount} must lie in [0, 1]")
+        if not 0 <= self.trace_decay <= 1:
+            raise UserError(f"algo.trace-decay={self.trace_decay} must lie in [0, 1]")
         if self.grad_norm <= 0:
             raise UserError(f"algo.grad-norm={self.grad_norm} must be positive")
 

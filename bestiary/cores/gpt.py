@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from bestiary.errors import UserError
 from bestiary.types import State
 
 Positions = Literal["sine", "rotary", "learned"]
+LONGEST_TABLE = 1 << 16  # positions
 
 
 class View(NamedTuple):
@@ -22,6 +24,7 @@ class View(NamedTuple):
     """
 
     position: Tensor  # [T, B] rows since the episode began
+    furthest: int  # the largest of them
     past: bool  # the ring is visible to someone
     mask: Tensor | None  # [B, 1, T, keys]; None: plainly causal
     source: Tensor  # [B, slots] which row of the chunk each slot of the ring holds afterwards; negative: none
@@ -46,16 +49,17 @@ class GptLayer(nn.Module):
         self.ff_in = nn.Linear(cfg.width, cfg.feedforward or 4 * cfg.width)
         self.ff_out = nn.Linear(cfg.feedforward or 4 * cfg.width, cfg.width)
 
-    def ask(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def ask(self, x: Tensor, view: View) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, [B, T, E], of rows [T, B, E]."""
         q, k, v = self.qkv(self.norm(x)).transpose(0, 1).chunk(3, -1)
         if self.rotary:
-            q, k = (rotate(z, position.t(), self.heads) for z in (q, k))
+            turns = view_waves(view, q.shape[-1] // self.heads, q.dtype).transpose(0, 1)
+            q, k = (rotate(z, turns) for z in (q, k))
         return q, k, v
 
     def forward(self, x: Tensor, view: View, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x: [T, B, E]; keys, values: [B, slots, E], the ring. Returns also the ring afterwards."""
-        q, k, v = self.ask(x, view.position)
+        q, k, v = self.ask(x, view)
         after_k, after_v = turn(keys, k, view), turn(values, v, view)
         if view.reach is not None:
             seen_k, seen_v = after_k[:, : view.reach], after_v[:, : view.reach]
@@ -92,17 +96,33 @@ def turn(ring: Tensor, rows: Tensor, view: View) -> Tensor:
     return torch.where((view.source >= 0)[..., None], taken, kept)
 
 
-def waves(position: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Sine and cosine of the position at width / 2 wavelengths, from 2 pi to 20,000 pi."""
+def waves(position: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """Sine and cosine of the position at width / 2 wavelengths, from 2 pi to 20,000 pi: [..., width / 2, 2]."""
     pace = torch.arange(0, width, 2, device=position.device, dtype=torch.float64) * (-math.log(10000.0) / width)
     angle = position[..., None].to(torch.float64) * pace.exp()
-    return angle.sin().to(dtype), angle.cos().to(dtype)
+    return torch.stack([angle.sin(), angle.cos()], -1).to(dtype)
 
 
-def rotate(x: Tensor, position: Tensor, heads: int) -> Tensor:
-    """Turn pairs of features by an angle that grows with the position (Su et al. 2021): only distances matter."""
-    x = x.unflatten(-1, (heads, -1))  # [B, T, H, D]
-    sin, cos = (w[:, :, None] for w in waves(position, x.shape[-1], x.dtype))
+@lru_cache(maxsize=32)
+def wave_table(length: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return waves(torch.arange(length, device=device), width, dtype)
+
+
+def view_waves(view: View, width: int, dtype: torch.dtype) -> Tensor:
+    """The waves of every row, [T, B, width / 2, 2]; looked up, as working them out costs acting more than attention."""
+    if view.furthest >= LONGEST_TABLE:
+        return waves(view.position, width, dtype)
+    length = 1 << view.furthest.bit_length()  # doubles, so that few tables are ever made
+    return wave_table(length, width, dtype, view.position.device)[view.position]
+
+
+def rotate(x: Tensor, turns: Tensor) -> Tensor:
+    """Turn pairs of features by an angle that grows with the position (Su et al. 2021): only distances matter.
+
+    x: [B, T, E]; turns: [B, T, D / 2, 2], for heads of width D.
+    """
+    x = x.unflatten(-1, (-1, 2 * turns.shape[-2]))  # [B, T, H, D]
+    sin, cos = turns[:, :, None].unbind(-1)
     even, odd = x[..., 0::2], x[..., 1::2]
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-3)
 
@@ -123,13 +143,12 @@ class GptCore(Core):
         self.table = nn.Embedding(cfg.window, cfg.width) if cfg.positions == "learned" else None
         self.layers = nn.ModuleList(GptLayer(cfg) for _ in range(cfg.layers))
         self.norm = nn.LayerNorm(cfg.width)
-        # GPT-2's small weights, except for the projection: what is seen must not drown in the positions
         for module in self.layers.modules():
             if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=0.02)
+                nn.init.normal_(module.weight, std=cfg.weight_std or module.in_features**-0.5)
                 nn.init.zeros_(module.bias)
         if self.table is not None:
-            nn.init.normal_(self.table.weight, std=0.02)
+            nn.init.normal_(self.table.weight, std=0.02)  # what is seen must not drown in the positions
 
     def initial_state(self, batch_size: int) -> State:
         weight = self.project.weight
@@ -141,8 +160,7 @@ class GptCore(Core):
         view = self.look(is_first, count)
         x = self.project(x)
         if self.positions == "sine":
-            sin, cos = waves(view.position, self.width, x.dtype)
-            x = x + torch.stack([sin, cos], -1).flatten(-2)[..., : self.width]
+            x = x + view_waves(view, self.width, x.dtype).flatten(-2)[..., : self.width]
         elif self.table is not None:
             x = x + self.table(view.position.clamp(max=self.window - 1))
         x = self.drop(x)
@@ -161,7 +179,7 @@ class GptCore(Core):
         seen: dict[str, Tensor] = {}
 
         def watch(number: int, layer: GptLayer, inputs: tuple[Any, ...]) -> None:
-            q, k, _ = layer.ask(inputs[0], inputs[1].position)
+            q, k, _ = layer.ask(inputs[0], inputs[1])
             q, k = (z.unflatten(-1, (layer.heads, -1)).transpose(1, 2)[0] for z in (q, k))
             score = (q @ k.transpose(1, 2) / q.shape[-1] ** 0.5).masked_fill(
                 (back < 0) | (back >= self.window), -torch.inf
@@ -184,15 +202,18 @@ class GptCore(Core):
         W, R, device = self.window, self.slots, is_first.device
         if T == 1:
             position = torch.where(is_first, 0, count)
-            reach = min(R, int(position.max()) + 1)
+            furthest = int(position.max())
+            reach = min(R, furthest + 1)
             age = (position.t() - torch.arange(reach, device=device)) % R  # [B, reach]
             mask = (age < W) & (age <= position.t())
             carried = ~is_first[0]
-            return View(position, True, mask[:, None, None], position.t() % R, carried, reach, bool(carried.all()))
+            source, all_carried = position.t() % R, bool(carried.all())
+            return View(position, furthest, True, mask[:, None, None], source, carried, reach, all_carried)
 
         now = torch.arange(T, device=device)
         opened = torch.where(is_first, now[:, None], -1).cummax(0).values  # [T, B] row where its episode began, or -1
         position = torch.where(opened < 0, count + now[:, None], now[:, None] - opened)
+        furthest = int(position.max())
         carried = opened[-1] < 0
 
         slot = torch.arange(R, device=device)
@@ -202,7 +223,7 @@ class GptCore(Core):
         past = bool((~is_first[0] & (count > 0)).any())
         plain = not past and T <= W and not bool(is_first[1:].any())
         if plain:
-            return View(position, False, None, source, carried)
+            return View(position, furthest, False, None, source, carried)
         same = opened.t()[:, :, None] == opened.t()[:, None, :]  # [B, T, T]
         back = now[:, None] - now
         mask = same & (back >= 0) & (back < W)
@@ -210,7 +231,7 @@ class GptCore(Core):
             held = count[:, None] - 1 - (count[:, None] - 1 - slot) % R  # [B, R] position a slot holds before
             age = position.t()[:, :, None] - held[:, None, :]
             mask = torch.cat([(opened.t()[:, :, None] < 0) & (held >= 0)[:, None, :] & (age < W), mask], -1)
-        return View(position, past, mask[:, None], source, carried)
+        return View(position, furthest, past, mask[:, None], source, carried)
 
 
 @dataclass(frozen=True)
@@ -228,9 +249,13 @@ class Gpt:
     """how a row knows its place: sine (added to the input), rotary, or a learned table of window entries"""
     dropout: float = 0.0
     """while learning; never while acting or in targets"""
+    weight_std: float | None = None
+    """of the layers' first weights; None: one over the root of their inputs, 0.02: GPT-2's, made for wide layers"""
 
     def __post_init__(self) -> None:
         check_sizes(self, "width", "layers", "heads", "feedforward", "window")
+        if self.weight_std is not None and self.weight_std <= 0:
+            raise UserError(f"core.weight-std={self.weight_std} must be positive")
         check_dropout(self.dropout)
         if self.width % self.heads:
             raise UserError(f"core.heads={self.heads} must divide core.width={self.width}")

@@ -21,8 +21,9 @@ def vtrace(
     valid: Tensor | None = None,
     clip_rho: float | None = 1.0,
     clip_pg_rho: float | None = 1.0,
+    trace_decay: float = 1.0,
 ) -> VTrace:
-    """Off-policy corrected value targets and policy-gradient advantages (Espeholt et al. 2018, eq. 1).
+    """Off-policy corrected value targets and policy-gradient advantages (Espeholt et al. 2018, eq. 1, remark 2).
 
     log_rho, discount, reward, value: [T, B]; bootstrap: [B], the value of the row after the last.
     Where `valid` is false there is no move: the target is the value itself, which is what the move
@@ -30,7 +31,7 @@ def vtrace(
     """
     assert log_rho.dim() >= 2 and log_rho.shape == discount.shape == reward.shape == value.shape
     rho = log_rho.exp()
-    c = rho.clamp(max=1.0)
+    c = trace_decay * rho.clamp(max=1.0)
     clipped = rho if clip_rho is None else rho.clamp(max=clip_rho)
     pg_clipped = rho if clip_pg_rho is None else rho.clamp(max=clip_pg_rho)
 

@@ -53,18 +53,18 @@ def _ask(A, at, x, where, lanes):
 
 
 @inlined
-def _add_and_ask(A, n, x, x_where, row, z, z_where, lanes):
-    """A[n] += x row^T; the answer is A[n]^T z, of what is there then."""
+def _add_and_ask(before, A, n, x, x_where, row, z, z_where, lanes):
+    """A[n] = before[n] + x row^T; the answer is A[n]^T z."""
     D, even, odd = len(lanes), zeros(A, lanes), zeros(A, lanes)
     for i in range(0, D - D % 2, 2):
-        a = fma(x[x_where + (i,)], row, load(A, (n, i, 0), lanes))
-        b = fma(x[x_where + (i + 1,)], row, load(A, (n, i + 1, 0), lanes))
+        a = fma(x[x_where + (i,)], row, load(before, (n, i, 0), lanes))
+        b = fma(x[x_where + (i + 1,)], row, load(before, (n, i + 1, 0), lanes))
         store(A, (n, i, 0), lanes, a)
         store(A, (n, i + 1, 0), lanes, b)
         even = fma(z[z_where + (i,)], a, even)
         odd = fma(z[z_where + (i + 1,)], b, odd)
     if D % 2:
-        a = fma(x[x_where + (D - 1,)], row, load(A, (n, D - 1, 0), lanes))
+        a = fma(x[x_where + (D - 1,)], row, load(before, (n, D - 1, 0), lanes))
         store(A, (n, D - 1, 0), lanes, a)
         even = fma(z[z_where + (D - 1,)], a, even)
     return even + odd
@@ -77,19 +77,16 @@ def _clear(A, n, lanes):
 
 
 @inlined
-def _copy(A, n, out, lanes):
-    for i in range(len(lanes)):
-        store(out, (n, i, 0), lanes, load(A, (n, i, 0), lanes))
-
-
-@inlined
-def _enter(t, n, new, W, saved, lanes):
-    """The memory before row t: noted where a block starts, emptied where an episode does."""
+def _enter(t, n, new, W0, W, saved, lanes):
+    """Where the memory before row t lies: noted where a block starts, emptied where an episode does."""
+    before = W if t else W0
     if t % BLOCK == 0 and len(saved):
         for i in range(len(lanes)):
-            store(saved, (t // BLOCK, n, i, 0), lanes, load(W, (n, i, 0), lanes))
+            store(saved, (t // BLOCK, n, i, 0), lanes, load(before, (n, i, 0), lanes))
     if new:
         _clear(W, n, lanes)
+        before = W
+    return before
 
 
 @inlined
@@ -133,11 +130,11 @@ def _logistic(x):
 
 
 @inlined
-def _delta_row(W, n, kept, r, q, k, error, value, beta, lanes):
-    """error = v - W^T k; W += k (beta error)^T; the answer is W^T q. q, k, error: parts of row r of `kept`."""
-    missing = value - _ask(W, (n,), kept, (n, r, k), lanes)
+def _delta_row(before, W, n, kept, r, q, k, error, value, beta, lanes):
+    """error = v - before^T k; W = before + k (beta error)^T; answer W^T q. q, k, error: parts of row r of `kept`."""
+    missing = value - _ask(before, (n,), kept, (n, r, k), lanes)
     store(kept, (n, r, error, 0), lanes, missing)
-    return _add_and_ask(W, n, kept, (n, r, k), spread(beta, missing) * missing, kept, (n, r, q), lanes)
+    return _add_and_ask(before, W, n, kept, (n, r, k), spread(beta, missing) * missing, kept, (n, r, q), lanes)
 
 
 @inlined
@@ -163,7 +160,7 @@ def _remake(Ws, t, n, b, reset, saved, kept, k, error, strength, lanes):
 def _delta_row_back(Ws, t, n, new, G, kept, q, k, error, beta, g, dk, lanes):
     """From g, the gradient of the answer, those of query, value and write strength; dk: that of the key."""
     dq = _ask(Ws, (t % BLOCK + 1,), g, (), lanes)
-    u = _add_and_ask(G, n, kept, (n, t, q), load(g, (0,), lanes), kept, (n, t, k), lanes)
+    u = _add_and_ask(G, G, n, kept, (n, t, q), load(g, (0,), lanes), kept, (n, t, k), lanes)
     missing = load(kept, (n, t, error, 0), lanes)
     dv, written = spread(beta, u) * u, spread(beta, u) * missing
     store(dk, (1, 0), lanes, dv)
@@ -181,16 +178,15 @@ def linear_transformer_forward(x, reset, heads, phi, W0, W, y, kept, strength, s
     """x: [T, N, 3D] query, key, value."""
     D = len(lanes)
     for n in range(lo, hi):
-        _copy(W0, n, W, lanes)
         for t in range(len(x)):
             r = min(t, kept.shape[1] - 1)
-            _enter(t, n, reset[t, n // heads], W, saved, lanes)
+            before = _enter(t, n, reset[t, n // heads], W0, W, saved, lanes)
             value = load(x, (t, n, 2 * D), lanes)
             store(kept, (n, r, Q, 0), lanes, _map(phi, load(x, (t, n, 0), lanes)))
             store(kept, (n, r, K, 0), lanes, _map(phi, load(x, (t, n, D), lanes)))
             store(kept, (n, r, ERROR, 0), lanes, value)
             strength[n, r] = 1
-            store(y, (t, n, 0), lanes, _add_and_ask(W, n, kept, (n, r, K), value, kept, (n, r, Q), lanes))
+            store(y, (t, n, 0), lanes, _add_and_ask(before, W, n, kept, (n, r, K), value, kept, (n, r, Q), lanes))
 
 
 @compiled
@@ -203,7 +199,7 @@ def linear_transformer_backward(x, reset, heads, phi, bptt, kept, strength, save
             if t == T - 1 or t % BLOCK == BLOCK - 1:
                 _remake(Ws, t, n, b, reset, saved, kept, K, ERROR, strength, lanes)
             dq = _ask(Ws, (t % BLOCK + 1,), g, (t, n), lanes)
-            dv = _add_and_ask(G, n, kept, (n, t, Q), load(g, (t, n, 0), lanes), kept, (n, t, K), lanes)
+            dv = _add_and_ask(G, G, n, kept, (n, t, Q), load(g, (t, n, 0), lanes), kept, (n, t, K), lanes)
             value = load(x, (t, n, 2 * D), lanes)
             for i in range(D):
                 dk[i] = dot(load(G, (n, i, 0), lanes), value)
@@ -220,15 +216,14 @@ def delta_net_forward(x, reset, heads, phi, W0, W, y, kept, strength, saved, lan
     """x: [T, N, 3D + 1] query, key, value, write strength before the logistic function."""
     D = len(lanes)
     for n in range(lo, hi):
-        _copy(W0, n, W, lanes)
         for t in range(len(x)):
             r = min(t, kept.shape[1] - 1)
-            _enter(t, n, reset[t, n // heads], W, saved, lanes)
+            before = _enter(t, n, reset[t, n // heads], W0, W, saved, lanes)
             store(kept, (n, r, Q, 0), lanes, _map(phi, load(x, (t, n, 0), lanes)))
             store(kept, (n, r, K, 0), lanes, _map(phi, load(x, (t, n, D), lanes)))
             strength[n, r] = _logistic(x[t, n, 3 * D])
             value = load(x, (t, n, 2 * D), lanes)
-            store(y, (t, n, 0), lanes, _delta_row(W, n, kept, r, Q, K, ERROR, value, strength[n, r], lanes))
+            store(y, (t, n, 0), lanes, _delta_row(before, W, n, kept, r, Q, K, ERROR, value, strength[n, r], lanes))
 
 
 @compiled
@@ -263,11 +258,10 @@ def recurrent_delta_net_forward(
     """x as for a Delta Net; Rq, Rk, Rv: [H, from, to], rb: [H, D]."""
     D = len(lanes)
     for n in range(lo, hi):
-        _copy(W0, n, W, lanes)
         h = n % heads
         for t in range(len(x)):
             r, new = min(t, kept.shape[1] - 1), reset[t, n // heads]
-            _enter(t, n, new, W, saved, lanes)
+            before = _enter(t, n, new, W0, W, saved, lanes)
             heard = zeros(x, lanes)
             if not new:
                 heard = tanh(load(y_last, (n, 0), lanes) if t == 0 else load(y, (t - 1, n, 0), lanes))
@@ -281,7 +275,7 @@ def recurrent_delta_net_forward(
                 store(kept, (n, r, RAW_K, 0), lanes, key)
             store(kept, (n, r, Q, 0), lanes, _map(phi, query))
             store(kept, (n, r, K, 0), lanes, _map(phi, key))
-            store(y, (t, n, 0), lanes, _delta_row(W, n, kept, r, Q, K, ERROR, value, strength[n, r], lanes))
+            store(y, (t, n, 0), lanes, _delta_row(before, W, n, kept, r, Q, K, ERROR, value, strength[n, r], lanes))
 
 
 @compiled
@@ -333,12 +327,10 @@ def delta_rnn_forward(
     """x: [T, N, 5D + 2] query, key, value, second key, second value, both write strengths."""
     D = len(lanes)
     for n in range(lo, hi):
-        _copy(W0, n, W, lanes)
-        _copy(R0, n, R, lanes)
         for t in range(len(x)):
             r, new = min(t, kept.shape[1] - 1), reset[t, n // heads]
-            _enter(t, n, new, W, saved, lanes)
-            _enter(t, n, new, R, saved_2, lanes)
+            before = _enter(t, n, new, W0, W, saved, lanes)
+            before_2 = _enter(t, n, new, R0, R, saved_2, lanes)
             previous = zeros(x, lanes)
             if not new:
                 previous = load(y_last, (n, 0), lanes) if t == 0 else load(y, (t - 1, n, 0), lanes)
@@ -348,8 +340,8 @@ def delta_rnn_forward(
             store(kept, (n, r, PREVIOUS, 0), lanes, _softmax(previous, eps))
             strength[n, r], strength_2[n, r] = _logistic(x[t, n, 5 * D]), _logistic(x[t, n, 5 * D + 1])
             value, value_2 = load(x, (t, n, 2 * D), lanes), load(x, (t, n, 4 * D), lanes)
-            answer = _delta_row(W, n, kept, r, Q, K, ERROR, value, strength[n, r], lanes)
-            second = _delta_row(R, n, kept, r, PREVIOUS, KEY_2, ERROR_2, value_2, strength_2[n, r], lanes)
+            answer = _delta_row(before, W, n, kept, r, Q, K, ERROR, value, strength[n, r], lanes)
+            second = _delta_row(before_2, R, n, kept, r, PREVIOUS, KEY_2, ERROR_2, value_2, strength_2[n, r], lanes)
             store(y, (t, n, 0), lanes, answer + second)
 
 

@@ -1,0 +1,202 @@
+"""Which memory remembers how far: every memory on Recall with delays of 10, 30 and 100, three seeds.
+
+    python benchmarks/recall.py tune     # learning rates, on a seed of their own
+    python benchmarks/recall.py run      # with the rates chosen: 3 seeds, 3 delays; skips what is finished
+    python benchmarks/recall.py collect  # runs -> benchmarks/recall/memories.csv
+    python benchmarks/recall.py draw     # memories.csv -> docs/pictures/recall-memories.png and recall-bptt.png
+
+All learn from the same number of updates of the same number of whole episodes. The fast-weight memories come with two
+kinds of keys: L2-normalised SiLU (with eager writing, beta's bias at 2) and, under `-published`, those of their paper.
+`-bptt1` lets no gradient flow through the fast weights, as the published reinforcement-learning code did; everything else
+is the same, and its learning rate is chosen in the same way.
+"""
+
+import argparse
+import csv
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+
+HERE = Path(__file__).parent
+RUNS = Path("runs/recall-memories")
+TABLE = HERE / "recall" / "memories.csv"
+RATES_FILE = HERE / "recall" / "rates.json"
+PICTURES = HERE.parent / "docs" / "pictures"
+
+UPDATES, BATCH, BINS = 1000, 32, 50
+DELAYS, SEEDS = (10, 30, 100), (0, 1, 2)
+RATES, TUNING_SEED, TUNING_DELAYS = (1e-3, 2e-3, 5e-3), 100, (10, 30)
+CHANCE = 0.25
+
+BLOCK = ["--core.width", "64", "--core.layers", "1", "--core.feedforward", "128"]
+FAST = {"linear-transformer": "Linear Transformer", "delta-net": "Delta Net"}
+FAST |= {"recurrent-delta-net": "Recurrent Delta Net", "delta-rnn": "Delta RNN"}
+LABELS = {"ff": "none", "lstm": "LSTM", "gru": "GRU", "gpt": "GPT"} | FAST
+COLOURS = dict(zip(LABELS, plt.get_cmap("tab10").colors, strict=False))  # type: ignore
+VARIANTS = [*LABELS, *(f"{name}-{how}" for how in ("bptt1", "published", "published-bptt1") for name in FAST)]
+
+
+def core(variant: str, delay: int) -> list[str]:
+    """The flags of a memory about 64 units wide that has room for the whole episode."""
+    if variant == "ff":
+        return ["core:ff"]
+    if variant in ("lstm", "gru"):
+        return [f"core:{variant}", "--core.hidden", "64", "--core.chrono", str(2 * delay)]
+    if variant == "gpt":
+        return ["core:gpt", *BLOCK, "--core.window", str(delay + 1), "--core.positions", "learned"]
+    name = variant.removesuffix("-bptt1").removesuffix("-published")
+    flags = [f"core:{name}", *BLOCK]
+    if variant.endswith("-bptt1"):
+        flags += ["--core.bptt", "1"]
+    if "-published" not in variant:
+        flags += ["--core.feature-map", "silu"]
+        flags += ["--core.beta-bias", "2"] if name != "linear-transformer" else []
+    return flags
+
+
+def delays(variant: str) -> tuple[int, ...]:
+    """Published keys already fail at 30."""
+    return DELAYS[:2] if "-published" in variant else DELAYS
+
+
+def folder(variant: str, delay: int, rate: float, seed: int) -> Path:
+    return RUNS / f"{variant}-delay{delay}-lr{rate:g}-seed{seed}"
+
+
+def frames(delay: int) -> int:
+    return UPDATES * BATCH * (delay + 1)
+
+
+def train(variant: str, delay: int, rate: float, seed: int) -> None:
+    run = folder(variant, delay, rate, seed)
+    if finished(run, delay):
+        return
+    flags = ["--run", str(run), "--seed", str(seed), "--env.delay", str(delay), "--algo.unroll", str(delay + 1)]
+    flags += ["--frames", str(frames(delay)), "--algo.optimizer.lr", f"{rate:g}", "--runtime.threads", "1"]
+    flags += ["--algo.trace-decay", "0.9", "--evaluation.every", "None", "--log.no-tensorboard", *core(variant, delay)]
+    command = ["resume", str(run)] if (run / "experiment.json").exists() else ["train", "recall", *flags]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-m", "bestiary", *command], env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{run}: {done.stderr.strip() or done.stdout.strip()}")
+    print(f"{run.name}: {curve(run, delay)[-1]:.2f} at the end", flush=True)
+
+
+def finished(run: Path, delay: int) -> bool:
+    """The evaluation after the last update is there."""
+    path = run / "evaluations.csv"
+    return path.exists() and int(path.read_text().rstrip().rsplit("\n", 1)[-1].split(",")[0]) >= frames(delay)
+
+
+def curve(run: Path, delay: int) -> np.ndarray:
+    """Share of right answers while training, in BINS equal parts of the budget."""
+    sums, counts = np.zeros(BINS), np.zeros(BINS)
+    with (run / "episodes.csv").open() as file:
+        for row in csv.DictReader(file):
+            b = min(BINS - 1, (int(row["frames"]) - 1) * BINS // frames(delay))
+            sums[b] += float(row["score"])
+            counts[b] += 1
+    return sums / counts
+
+
+def best_rate(variant: str) -> float:
+    """The one with most right answers over all of training, on the tuning seed."""
+    return max(RATES, key=lambda r: sum(curve(folder(variant, d, r, TUNING_SEED), d).mean() for d in TUNING_DELAYS))
+
+
+def rates() -> dict[str, float]:
+    return json.loads(RATES_FILE.read_text())
+
+
+def collect() -> None:
+    with TABLE.open("w", newline="") as file:
+        write = csv.writer(file, lineterminator="\n")
+        write.writerow(["memory", "delay", "seed", "lr", "frames", "score"])
+        for variant, rate in rates().items():
+            for delay in delays(variant):
+                for seed in SEEDS:
+                    for b, score in enumerate(curve(folder(variant, delay, rate, seed), delay)):
+                        at = (b + 1) * frames(delay) // BINS
+                        write.writerow([variant, delay, seed, f"{rate:g}", at, f"{score:.4f}"])
+
+
+def draw() -> None:
+    curves: dict[tuple[str, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    with TABLE.open() as file:
+        for row in csv.DictReader(file):
+            curves[row["memory"], int(row["delay"])][int(row["seed"])].append(float(row["score"]))
+
+    def line(axes: plt.Axes, variant: str, delay: int, label: str, **style: object) -> None:
+        seeds = np.array(list(curves[variant, delay].values()))
+        x = (np.arange(BINS) + 0.5) / BINS * frames(delay) / 1e6
+        axes.plot(x, seeds.mean(0), label=label, **style)  # type: ignore
+        axes.fill_between(x, seeds.min(0), seeds.max(0), color=style["color"], alpha=0.15, linewidth=0)  # type: ignore
+
+    def finish(figure: plt.Figure, axes: np.ndarray, path: Path) -> None:
+        for ax in axes.flat:
+            ax.axhline(CHANCE, color="grey", linestyle="--", linewidth=1)
+            ax.set_ylim(0, 1.03)
+            ax.spines[["top", "right"]].set_visible(False)
+        figure.savefig(path, dpi=120, bbox_inches="tight")
+
+    figure, axes = plt.subplots(1, len(DELAYS), figsize=(11, 3.6), sharey=True, squeeze=False)
+    for ax, delay in zip(axes[0], DELAYS, strict=True):
+        for variant in LABELS:
+            line(ax, variant, delay, LABELS[variant], color=COLOURS[variant])
+        ax.set_title(f"delay {delay}", loc="left", fontsize=11)
+        ax.set_xlabel("frames (millions)")
+    axes[0, 0].set_ylabel("right answers while training")
+    figure.tight_layout()
+    figure.legend(
+        *axes[0, 0].get_legend_handles_labels(), loc="upper center", ncol=8, frameon=False, bbox_to_anchor=(0.5, 0)
+    )
+    finish(figure, axes, PICTURES / "recall-memories.png")
+
+    figure, axes = plt.subplots(len(DELAYS), len(FAST), figsize=(11, 7), sharex="row", sharey=True)
+    for i, delay in enumerate(DELAYS):
+        for j, (variant, label) in enumerate(FAST.items()):
+            line(axes[i, j], variant, delay, "gradient through the whole episode", color="#0072B2")
+            line(axes[i, j], f"{variant}-bptt1", delay, "bptt=1, as published", color="#D55E00")
+            if i == 0:
+                axes[i, j].set_title(label, loc="left", fontsize=11)
+        axes[i, 0].set_ylabel(f"delay {delay}")
+    for ax in axes[-1]:
+        ax.set_xlabel("frames (millions)")
+    figure.tight_layout()
+    figure.legend(
+        *axes[0, 0].get_legend_handles_labels(), loc="upper center", ncol=2, frameon=False, bbox_to_anchor=(0.5, 0)
+    )
+    finish(figure, axes, PICTURES / "recall-bptt.png")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("tune", "run", "collect", "draw"))
+    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time, one thread each")
+    args = parser.parse_args()
+    pool = ThreadPoolExecutor(args.jobs)
+    if args.what == "tune":
+        list(pool.map(lambda job: train(*job), product(VARIANTS, TUNING_DELAYS, RATES, (TUNING_SEED,))))
+        RATES_FILE.write_text(json.dumps({v: best_rate(v) for v in VARIANTS}, indent=2) + "\n")
+    elif args.what == "run":
+        plan = [(v, d, r, s) for d in DELAYS for s in SEEDS for v, r in rates().items() if d in delays(v)]
+        list(pool.map(lambda job: train(*job), plan))
+    elif args.what == "collect":
+        collect()
+    else:
+        draw()
+
+
+if __name__ == "__main__":
+    main()

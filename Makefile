@@ -32,6 +32,7 @@ fmt: setup
 bench: setup
 	$(BIN)/bestiary bench impala-atari
 	$(BIN)/bestiary bench cores
+	$(BIN)/bestiary bench envs
 	$(BIN)/bestiary bench findings
 
 clean:

@@ -5,27 +5,32 @@ import torch
 from bestiary import tree
 from bestiary.algos.base import Agent
 from bestiary.envs.world import World
+from bestiary.exploration import Explorer
+from bestiary.fused import fused
 from bestiary.types import Episode, Snapshot, State, TimeStep, Trajectory
 
 
 class Actor:
     """`unroll()` plays T moves in every environment with the weights it was last given.
 
-    The last row, with the action already chosen for it, opens the next trajectory.
+    The last row, with the action already chosen for it, opens the next trajectory. Without an explorer the best action
+    is always taken.
     """
 
-    def __init__(self, world: World, agent: Agent, unroll: int, seed: int, device: torch.device) -> None:
+    def __init__(
+        self, world: World, agent: Agent, explorer: Explorer | None, unroll: int, seed: int, device: torch.device
+    ) -> None:
         self.world = world
         self.agent = agent.to(device).eval()
         self.length = unroll
         self.device = device
         self.rng = torch.Generator(device).manual_seed(seed)
         self.version = 0
-        # exploration is a ladder over the slots: the first explores least
-        self.explore = torch.linspace(0, 1, world.num_envs, device=device)
+        self.explorer = explorer
         self.row: tuple[TimeStep, torch.Tensor, dict[str, torch.Tensor]] | None = None
         self.before: State = ()  # memory just before that row
         self.after: State = ()
+        self.fused = fused(self)  # None where a part of it cannot be compiled
 
     def load(self, weights: dict[str, torch.Tensor], version: int) -> None:
         if version != self.version:
@@ -38,6 +43,8 @@ class Actor:
             self.after = self.agent.initial_state(self.world.num_envs)
             self._act(self.world.reset())
         assert self.row is not None
+        if self.fused is not None:
+            return self.fused.unroll(self.length)
         # a copy: a core may go on writing into its state while it acts
         rows, start, episodes = [self.row], tree.map(torch.clone, self.before), []
         for _ in range(self.length):
@@ -52,16 +59,18 @@ class Actor:
     def _act(self, step: TimeStep) -> None:
         step = tree.to_device(step, self.device)
         self.before = self.after
-        action, aux, self.after = self.agent.act(step, self.before, self.explore, self.rng)
+        explore = None if self.explorer is None else self.explorer(step)
+        action, aux, self.after = self.agent.act(step, self.before, explore, self.rng)
         self.row = (step, action, aux)
 
     def state_dict(self) -> Snapshot:
         """Everything that decides the next row."""
         if self.row is None:
-            return {"rng": self.rng.get_state()}
+            return {"rng": self.rng.get_state(), "explorer": self.explorer.state_dict() if self.explorer else {}}
         step, action, aux = self.row
         return {
             "rng": self.rng.get_state(),
+            "explorer": self.explorer.state_dict() if self.explorer else {},
             "row": [tuple(step), action, aux],
             "before": self.before,
             "after": self.after,
@@ -70,6 +79,8 @@ class Actor:
 
     def load_state_dict(self, state: Snapshot) -> None:
         self.rng.set_state(state["rng"].cpu())
+        if self.explorer is not None:
+            self.explorer.load_state_dict(state.get("explorer", {}))
         if "row" not in state:
             return
         step, action, aux = tree.map(lambda x: x.to(self.device), state["row"])

@@ -16,7 +16,9 @@ usage: bestiary COMMAND ...
   train PRESET [part:choice ...] [--flags]   train, or continue if the run directory has a checkpoint
   resume RUN                                 continue a run from its last checkpoint
   eval RUN                                   play whole games on fresh seeds; statistics as a table and as JSON
+  reproduce FIGURE                           a published figure: plan its runs, make what is missing, draw
   inspect RUN                                play an episode and draw what memory holds over time
+  plot RUN ...                               learning curves of one or many runs, as PNG, SVG and CSV
   list [WHAT]                                presets, algos, cores, envs, runtimes, games
   bench NAME                                 measure speed on this machine
   doctor [core NAME|FILE.py:Class]           versions, device, extras; or whether a memory keeps its contract
@@ -79,4 +81,7 @@ def _command(module: str) -> Callable[[list[str]], int]:
     return call
 
 
-COMMANDS = {name: _command(name) for name in ("train", "resume", "eval", "inspect", "list", "bench", "doctor")}
+COMMANDS = {
+    name: _command(name)
+    for name in ("train", "resume", "eval", "reproduce", "inspect", "plot", "list", "bench", "doctor")
+}

@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.table import Table
 
 from bestiary.config import kebab
+from bestiary.envs.base import References, references
 from bestiary.types import Episode
 
 if TYPE_CHECKING:
@@ -66,9 +67,13 @@ def score(recent: list[float]) -> str:
     return f"{np.mean(recent):.2f} ± {np.std(recent):.2f} (last {len(recent)} games)"
 
 
-def spread(games: list[Episode]) -> str:
+def spread(games: list[Episode], known: References | None) -> str:
+    """Score and success of an evaluation, and between what they lie."""
     scores = [e.score for e in games]
-    return f"{np.mean(scores):.2f} ± {np.std(scores):.2f} ({len(games)} games)"
+    successes = [e.success for e in games if e.success is not None]
+    text = f"{np.mean(scores):.2f} ± {np.std(scores):.2f} ({len(games)} games)"
+    text += f", success {np.mean(successes):.2f}" if successes else ""
+    return text + (f"  ({known})" if known else "")
 
 
 class _Pace(Silent):
@@ -79,6 +84,7 @@ class _Pace(Silent):
     def start(self, experiment: "Experiment", run: "Run", frames: int) -> None:
         self.budget = experiment.frames
         self.parts = " + ".join(kebab(type(p)) for p in (experiment.algo, experiment.core, experiment.env))
+        self.references = references(experiment.env)
         self.run = run
         self.marks = [(time.monotonic(), frames)]
         self.shown = 0.0
@@ -120,7 +126,7 @@ class Lines(_Pace):
         self.say(text)
 
     def evaluated(self, frames: int, games: list[Episode]) -> None:
-        self.say(f"evaluation at {count(frames)} frames: {spread(games)}")
+        self.say(f"evaluation at {count(frames)} frames: {spread(games, self.references)}")
 
     def say(self, text: str) -> None:
         print(text, flush=True)
@@ -167,7 +173,7 @@ class Dashboard(_Pace):
         self.show(*self.shown_last)
 
     def evaluated(self, frames: int, games: list[Episode]) -> None:
-        self.last_evaluation = f"{spread(games)} at {count(frames)} frames"
+        self.last_evaluation = f"{spread(games, self.references)} at {count(frames)} frames"
         self.note("")
 
     def __enter__(self) -> "Dashboard":

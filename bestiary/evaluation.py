@@ -11,19 +11,23 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from bestiary import stats, tree
+from bestiary import stats
+from bestiary.actor import Actor
 from bestiary.algos.base import Agent
 from bestiary.config import encode
 from bestiary.envs import Atari
+from bestiary.envs.base import references
 from bestiary.envs.world import World
 from bestiary.errors import UserError
 from bestiary.experiment import Experiment
+from bestiary.exploration import Fixed
 from bestiary.machine import choose_device, cores, keep_memory, set_threads
 from bestiary.run import Run
-from bestiary.seeding import ACTIONS, EVAL, derive
+from bestiary.seeding import ACTIONS, EVAL, derive, substream
 from bestiary.types import Episode, Spec
 
 Mode = Literal["greedy", "sampled"]
+ROWS = 32  # between two looks at what has ended
 ATTEMPTS = 20  # games per wanted positive one, before giving up
 
 
@@ -40,15 +44,12 @@ def play(
     """Whole games. Every slot has its quota, so quick games are not over-represented."""
     n = world.num_envs
     quota = [episodes // n + (slot < episodes % n) for slot in range(n)]
-    explore = None if mode == "greedy" else torch.zeros(n, device=rng.device)
-    step, state = world.reset(), agent.initial_state(n)
+    actor = Actor(world, agent, None if mode == "greedy" else Fixed(torch.zeros(n)), ROWS, 0, rng.device)
+    actor.rng = rng
     played: list[Episode] = []
     tries = 0
     while any(quota) and not stop():
-        step = tree.to_device(step, rng.device)
-        action, _, state = agent.act(step, state, explore, rng)
-        step, ended = world.step(action)
-        for e in ended:
+        for e in actor.unroll()[1]:
             tries += quota[e.slot] > 0
             if quota[e.slot] > 0 and accept(e):
                 quota[e.slot] -= 1
@@ -83,7 +84,7 @@ def build_agent(experiment: Experiment, spec: Spec, weights: dict[str, torch.Ten
 
 
 def report(episodes: list[Episode], game: str | None) -> dict[str, Any]:
-    """Statistics per game and per life; human-normalised for Atari."""
+    """Statistics per game and per life; success where there is such a thing; human-normalised for Atari."""
     scores = [e.score for e in episodes]
     out: dict[str, Any] = {
         "game": stats.summary(scores),
@@ -92,6 +93,9 @@ def report(episodes: list[Episode], game: str | None) -> dict[str, Any]:
         "frames": sum(e.frames for e in episodes),
         "truncated": sum(e.truncated for e in episodes),
     }
+    successes = [e.success for e in episodes if e.success is not None]
+    if successes:
+        out["success"] = stats.summary(successes)
     if game is not None:
         out["human_normalised"] = human_normalised(game, out["game"]["mean"])
     out["scores"] = scores
@@ -125,12 +129,13 @@ def evaluate(
     accept = (lambda e: e.score > 0) if positive_only else (lambda e: True)
 
     def repetition(mode: Mode, number: int) -> tuple[Spec, list[Episode]]:
-        address = (experiment.seed, EVAL, seed, number)
-        world = experiment.env.make(min(envs, episodes), derive(*address), EVAL, threads or cores())
+        # the run's own seed, in a stream of its own: what belongs to the whole run stays the same
+        stream = substream(EVAL, seed, number)
+        world = experiment.env.make(min(envs, episodes), experiment.seed, stream, threads or cores())
         set_threads(threads, world.spec)
         try:
             agent = build_agent(experiment, world.spec, saved.weights, where)
-            rng = torch.Generator(where).manual_seed(derive(*address, ACTIONS))
+            rng = torch.Generator(where).manual_seed(derive(experiment.seed, stream, ACTIONS))
             return world.spec, play(agent, world, episodes, mode, rng, accept)
         finally:
             world.close()
@@ -154,6 +159,9 @@ def evaluate(
         game = spec.name if isinstance(experiment.env, Atari) else None
         out[mode] = report([e for _, games in played for e in games], game)
         out[mode]["run_means"] = [float(np.mean([e.score for e in games])) for _, games in played]
+    known = references(experiment.env)
+    if known is not None:
+        out["references"] = known._asdict()
     which = "" if len(modes) == 2 else f"-{modes[0]}"
     kind = "-positive" if positive_only else ""
     name = f"eval-{saved.meta['frames']}-{runs}x{episodes}-seed{seed}{which}{kind}.json"

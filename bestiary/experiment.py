@@ -119,7 +119,7 @@ def register(**parts: type) -> None:
 def load_experiment(path: Path) -> Experiment:
     try:
         return Experiment.from_json(path.read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path.parent} is not a run: it has no {path.name}") from None
     except (json.JSONDecodeError, TypeError, UnicodeDecodeError) as e:
         raise UserError(f"{path} cannot be read: {e}") from None

@@ -15,7 +15,7 @@ from bestiary.evaluation import build_agent
 from bestiary.extras import require
 from bestiary.machine import choose_device, cores
 from bestiary.run import Run
-from bestiary.seeding import INSPECTION, derive
+from bestiary.seeding import INSPECTION, substream
 
 UNITS_SHOWN = 64
 
@@ -59,7 +59,7 @@ def inspect(
     experiment = run.experiment()
     saved = run.load(checkpoint)
     where = choose_device("cpu")
-    world = experiment.env.make(1, derive(experiment.seed, INSPECTION, seed), INSPECTION, cores())
+    world = experiment.env.make(1, experiment.seed, substream(INSPECTION, seed), cores())
     try:
         agent = build_agent(experiment, world.spec, saved.weights, where)
         inside = play(agent, world, torch.Generator().manual_seed(seed), max_rows)

@@ -51,7 +51,7 @@ def _frames(row: dict[str, str]) -> float:
         return math.inf  # a row cut short by a crash
 
 
-EPISODE_COLUMNS = ["frames", "slot", "score", "steps", "game_frames", "lives", "life_returns", "truncated"]
+EPISODE_COLUMNS = ["frames", "slot", "score", "steps", "game_frames", "lives", "life_returns", "truncated", "success"]
 
 
 class Recorder:
@@ -82,7 +82,8 @@ class Recorder:
 
     def episode(self, frames: int, e: Episode) -> None:
         lives = "|".join(f"{x:g}" for x in e.lives)
-        row = (frames, e.slot, repr(e.score), e.steps, e.frames, len(e.lives), lives, int(e.truncated))
+        success = "" if e.success is None else int(e.success)
+        row = (frames, e.slot, repr(e.score), e.steps, e.frames, len(e.lives), lives, int(e.truncated), success)
         self.episodes.write(dict(zip(EPISODE_COLUMNS, row, strict=True)))
 
     def evaluation(self, frames: int, values: dict[str, float]) -> None:

@@ -1,8 +1,9 @@
 """From observations to features: encoders, the frame stack, and the torso that joins them to a memory."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,9 @@ from bestiary.config import kebab
 from bestiary.cores.base import CoreConfig
 from bestiary.errors import UserError
 from bestiary.types import Spec, State, TimeStep
+
+if TYPE_CHECKING:
+    from bestiary.tape import Tape
 
 
 class ResidualBlock(nn.Module):
@@ -60,10 +64,11 @@ class Resnet:
 
 @dataclass(frozen=True)
 class SmallCnn:
-    """Two 2x2 convolutions for pictures of a few pixels."""
+    """Two 2x2 convolutions for pictures of a few pixels; no ReLU after the last layer."""
 
     hidden_size: int = 100
     num_layers: int = 1
+    ends_linear: ClassVar[bool] = True
 
     def convolutions(self, channels: int) -> nn.Sequential:
         return nn.Sequential(nn.Conv2d(channels, 8, 2), nn.ReLU(), nn.Conv2d(8, 16, 2), nn.ReLU())
@@ -99,12 +104,20 @@ class Net:
     """feed the previous action (one-hot)"""
     prev_reward: bool = True
     """feed the previous reward, clamped to [-1, 1]"""
+    action_units: int | None = None
+    """units of a layer with ReLU for the previous action; None: one-hot as it is"""
+    reward_units: int | None = None
+    """the same for the previous reward; None: the number as it is"""
     init: Literal["torch", "orthogonal"] = "torch"
     """first weights of encoder and heads: PyTorch's, or orthogonal, which learns sooner from pictures"""
 
     def __post_init__(self) -> None:
         if self.frame_stack < 1:
             raise UserError(f"net.frame-stack={self.frame_stack} must be at least 1")
+        for name in ("action_units", "reward_units"):
+            units = getattr(self, name)
+            if units is not None and units < 1:
+                raise UserError(f"net.{name.replace('_', '-')}={units} must be at least 1, or None for no layer")
         size, depth = getattr(self.encoder, "hidden_size", 1), getattr(self.encoder, "num_layers", 1)
         if size < 1 or depth < 1:
             raise UserError(f"net.encoder needs hidden-size and num-layers of at least 1, not {size} and {depth}")
@@ -143,14 +156,33 @@ class Encoder(nn.Module):
         widths = [flat, *[chosen.hidden_size] * chosen.num_layers]
         self.layers = nn.ModuleList(nn.Linear(i, o) for i, o in pairwise(widths))
         self.width = chosen.hidden_size
+        self.shape = shape
+        self.ends_linear = getattr(chosen, "ends_linear", False)
 
     def forward(self, obs: Tensor) -> Tensor:
         x = obs.to(self.layers[0].weight.dtype, memory_format=self.layout)  # type: ignore
         if self.scale != 1.0:
             x = x.mul_(self.scale)
         x = self.convolutions(x).flatten(1)
-        for layer in self.layers:
+        *layers, last = self.layers
+        for layer in layers:
             x = F.relu(layer(x))
+        return last(x) if self.ends_linear else F.relu(last(x))
+
+    def write(self, tape: "Tape") -> int | None:
+        """As instructions for compiled acting; None for networks that are not small."""
+        x, (channels, *size) = tape.obs, self.shape if len(self.shape) == 3 else (1, 1, 1)
+        convolutions = [m for m in self.convolutions if not isinstance(m, nn.ReLU)]
+        if not all(isinstance(m, nn.Conv2d) and m.stride == (1, 1) and m.padding == (0, 0) for m in convolutions):
+            return None
+        for number, convolution in enumerate(convolutions):
+            assert isinstance(convolution, nn.Conv2d)
+            x = tape.convolution(convolution, x, size[0], size[1], channels_last=number > 0)
+            channels, size = convolution.out_channels, [n - convolution.kernel_size[0] + 1 for n in size]
+        for number, layer in enumerate(self.layers):
+            assert isinstance(layer, nn.Linear)
+            relu = not (self.ends_linear and number == len(self.layers) - 1)
+            x = tape.linear(layer, x, relu, channels if convolutions and number == 0 else None)
         return x
 
 
@@ -163,6 +195,33 @@ def orthogonal(module: nn.Module, gain: float) -> None:
             layer.weight.copy_(nn.init.orthogonal_(torch.empty(layer.weight.shape), gain))
             if layer.bias is not None:
                 layer.bias.zero_()
+
+
+def embedding(width: int, units: int | None) -> tuple[nn.Module, int]:
+    """A layer of so many units with ReLU, or nothing; and how wide what comes out is."""
+    if units is None:
+        return nn.Identity(), width
+    return nn.Sequential(nn.Linear(width, units), nn.ReLU()), units
+
+
+def head(width: int, hidden: Sequence[int], outputs: int, last: float, init: str) -> nn.Sequential:
+    """Fully connected layers with ReLU between them. The last one starts within +-`last`: nearly no preference.
+
+    Without orthogonal weights the others start as the memory-RL reference does: within one over the root of their
+    outputs, biases 0.1.
+    """
+    widths = [width, *hidden, outputs]
+    layers = [nn.Linear(i, o) for i, o in pairwise(widths)]
+    for layer in layers[:-1]:
+        if init == "orthogonal":
+            orthogonal(layer, gain=2**0.5)
+        else:
+            bound = layer.out_features**-0.5
+            nn.init.uniform_(layer.weight, -bound, bound)
+            nn.init.constant_(layer.bias, 0.1)
+    nn.init.uniform_(layers[-1].weight, -last, last)
+    nn.init.uniform_(layers[-1].bias, -last, last)
+    return nn.Sequential(*[m for layer in layers for m in (layer, nn.ReLU())][:-1])
 
 
 class FrameStack(nn.Module):
@@ -208,14 +267,38 @@ class Torso(nn.Module):
         self.num_actions = spec.num_actions
         self.stack = FrameStack(spec, net.frame_stack)
         self.encoder = Encoder(net.encoder, spec, net.frame_stack)
+        # what else is fed, each with its layer or as it is
+        self.reward, reward_width = embedding(1, net.reward_units)
+        self.action, action_width = embedding(spec.num_actions, net.action_units)
         if net.init == "orthogonal":
-            orthogonal(self.encoder, gain=2**0.5)  # keeps the scale through ReLU
-        self.core = core.build(self.encoder.width + net.prev_reward + net.prev_action * spec.num_actions)
+            for module in (self.encoder, self.reward, self.action):
+                orthogonal(module, gain=2**0.5)  # keeps the scale through ReLU
+        self.core = core.build(self.encoder.width + net.prev_reward * reward_width + net.prev_action * action_width)
         self.width = self.core.width
 
     def initial_state(self, batch_size: int) -> State:
         device = self.encoder.layers[0].weight.device
         return self.stack.initial_state(batch_size, device) + self.core.initial_state(batch_size)  # type: ignore
+
+    def write(self, tape: "Tape") -> int | None:
+        """As instructions for compiled acting, in the order of `forward`; None: too large, or memory has none."""
+        seen = self.encoder.write(tape) if self.net.frame_stack == 1 else None
+        if seen is None:
+            return None
+        parts = [(seen, self.encoder.width)]
+        fed = ((self.net.prev_reward, self.reward, tape.reward, 1), (self.net.prev_action, self.action, tape.action, 0))
+        for wanted, layers, x, n in fed:
+            if wanted and isinstance(layers, nn.Sequential):
+                layer: nn.Linear = layers[0]  # type: ignore
+                parts.append((tape.linear(layer, x, relu=True), layer.out_features))
+            elif wanted:
+                parts.append((x, n or self.num_actions))
+        x = tape.room(sum(n for _, n in parts))
+        at = x
+        for part, n in parts:
+            tape.copy(part, n, at)
+            at += n
+        return self.core.write(tape, x)
 
     def forward(self, step: TimeStep, state: State) -> tuple[Tensor, State]:
         T, B = step.is_first.shape
@@ -225,10 +308,10 @@ class Torso(nn.Module):
         x = self.encoder(obs.flatten(0, 1)).view(T, B, -1)
         inputs = [x]
         if self.net.prev_reward:
-            inputs.append(step.reward.clamp(-1, 1)[..., None].to(x.dtype))
+            inputs.append(self.reward(step.reward.clamp(-1, 1)[..., None].to(x.dtype)))
         if self.net.prev_action:
             # nothing led to the first row of an episode, so no action is shown there
             shown = F.one_hot(step.prev_action, self.num_actions) * ~step.is_first[..., None]
-            inputs.append(shown.to(x.dtype))
+            inputs.append(self.action(shown.to(x.dtype)))
         x, memory = self.core(torch.cat(inputs, -1), step.is_first, state[split:])
         return x, frames + memory

@@ -1,10 +1,10 @@
 """Optimisers as numbers. RMSProp comes in two dialects that are not the same algorithm."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from bestiary.errors import UserError
 
@@ -15,7 +15,7 @@ class TensorflowRmsProp(torch.optim.Optimizer):
     PyTorch's version starts m at 0 and adds epsilon outside the root, so its epsilon is another number.
     """
 
-    def __init__(self, params: Iterable[Tensor], lr: float, alpha: float, eps: float, momentum: float) -> None:
+    def __init__(self, params: Any, lr: float, alpha: float, eps: float, momentum: float) -> None:
         super().__init__(params, {"lr": lr, "alpha": alpha, "eps": eps, "momentum": momentum})
 
     @torch.no_grad()
@@ -33,6 +33,11 @@ class TensorflowRmsProp(torch.optim.Optimizer):
                 m.mul_(group["alpha"]).addcmul_(p.grad, p.grad, value=1 - group["alpha"])
                 b.mul_(group["momentum"]).addcdiv_(p.grad, (m + group["eps"]).sqrt_(), value=group["lr"])
                 p.sub_(b)
+
+
+def parameters(module: nn.Module | list[dict[str, Any]]) -> Any:
+    """All of a module, or the groups given, each of which may have a rate of its own."""
+    return module.parameters() if isinstance(module, nn.Module) else module
 
 
 @dataclass(frozen=True)
@@ -53,9 +58,9 @@ class RmsProp(_Rates):
     eps: float = 0.01
     momentum: float = 0.0
 
-    def build(self, module: nn.Module) -> torch.optim.Optimizer:
+    def build(self, module: nn.Module | list[dict[str, Any]]) -> torch.optim.Optimizer:
         return torch.optim.RMSprop(
-            module.parameters(), lr=self.lr, alpha=self.alpha, eps=self.eps, momentum=self.momentum
+            parameters(module), lr=self.lr, alpha=self.alpha, eps=self.eps, momentum=self.momentum
         )
 
 
@@ -68,8 +73,8 @@ class RmsPropTf(_Rates):
     eps: float = 0.01
     momentum: float = 0.0
 
-    def build(self, module: nn.Module) -> torch.optim.Optimizer:
-        return TensorflowRmsProp(module.parameters(), self.lr, self.alpha, self.eps, self.momentum)
+    def build(self, module: nn.Module | list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return TensorflowRmsProp(parameters(module), self.lr, self.alpha, self.eps, self.momentum)
 
 
 @dataclass(frozen=True)
@@ -79,8 +84,8 @@ class Adam(_Rates):
     beta2: float = 0.999
     eps: float = 1e-8
 
-    def build(self, module: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.Adam(module.parameters(), lr=self.lr, betas=(self.beta1, self.beta2), eps=self.eps)
+    def build(self, module: nn.Module | list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters(module), lr=self.lr, betas=(self.beta1, self.beta2), eps=self.eps)
 
 
 OptimizerConfig = RmsProp | RmsPropTf | Adam

@@ -8,24 +8,33 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from typing import Any
 
-NAMES = ("Recall", "Catch")
+NAMES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (class, its arguments)
+    "Recall": ("recall:RecallEnv", {}),
+    "Catch": ("catch:CatchEnv", {}),
+    "TMazePassive": ("tmaze:TMazeEnv", {"active": False}),
+    "TMazeActive": ("tmaze:TMazeEnv", {"active": True}),
+    "VisualMatch": ("visual_match:VisualMatchEnv", {}),
+    "KeyToDoor": ("key_to_door:KeyToDoorEnv", {}),
+}
 
 
 def register() -> None:
     import gymnasium
 
-    for name in NAMES:
+    for name, (home, arguments) in NAMES.items():
         gymnasium.register(
             f"bestiary/{name}-v0",
-            entry_point=partial(single, name),
-            vector_entry_point=f"bestiary.envs.{name.lower()}:{name}Env",
+            entry_point=partial(single, home),
+            vector_entry_point=f"bestiary.envs.{home}",
+            kwargs=arguments,
         )
 
 
-def single(name: str, **kwargs: Any) -> Any:
+def single(home: str, **kwargs: Any) -> Any:
     from bestiary.envs.batched import SingleEnv
 
-    return SingleEnv(getattr(import_module(f"bestiary.envs.{name.lower()}"), f"{name}Env")(1, **kwargs))
+    module, name = home.split(":")
+    return SingleEnv(getattr(import_module(f"bestiary.envs.{module}"), name)(1, **kwargs))
 
 
 class _Once(MetaPathFinder):

@@ -1,8 +1,10 @@
 """One seed, many independent streams: every random number has an address, so nothing depends on order."""
 
+from typing import Any
+
 import numpy as np
 
-TRAIN, EVAL, ACTIONS, WEIGHTS, LEARNING, INSPECTION = range(6)  # streams that must never meet
+TRAIN, EVAL, ACTIONS, WEIGHTS, LEARNING, INSPECTION, REPLAY = range(7)  # streams that must never meet
 
 
 def derive(*address: int) -> int:
@@ -12,13 +14,23 @@ def derive(*address: int) -> int:
     return int(np.random.SeedSequence(words).generate_state(1)[0] & 0x7FFFFFFF)
 
 
+def substream(stream: int, *address: int) -> int:
+    """One of many streams of a kind, such as (EVAL, seed, number); never one of another kind."""
+    return stream + 64 * (1 + derive(*address))  # there will not be 64 kinds
+
+
+def mix(z: Any, counter: Any) -> Any:
+    """One round of SplitMix64 in uint64. Written so that it can also be compiled, for single numbers."""
+    z = z + (counter + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
 def hash64(key: np.ndarray, *counters: int | np.ndarray) -> np.ndarray:
     """Counter-based random bits, [B] uint64: the same (key, counters) always give the same bits (SplitMix64)."""
     z = key.astype(np.uint64)
     with np.errstate(over="ignore"):
         for counter in counters:
-            z = z + (np.asarray(counter, np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-            z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            z = z ^ (z >> np.uint64(31))
+            z = mix(z, np.asarray(counter, np.uint64))
     return z

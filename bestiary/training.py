@@ -28,6 +28,7 @@ class Interval:
         self.scores: list[float] = []
         self.lives: list[float] = []
         self.lengths: list[int] = []
+        self.successes: list[bool] = []
         self.sums: dict[str, float] = {}
         self.count = 0
 
@@ -36,6 +37,8 @@ class Interval:
             self.scores.append(e.score)
             self.lives += e.lives
             self.lengths.append(e.steps)
+            if e.success is not None:
+                self.successes.append(e.success)
         if progress.metrics:
             self.sums = {k: self.sums.get(k, 0.0) + v for k, v in progress.metrics.items()}
             self.count += 1
@@ -47,6 +50,7 @@ class Interval:
             "score_std": float(np.std(self.scores)) if self.scores else math.nan,
             "life_return": _mean(self.lives),
             "game_steps": _mean(self.lengths),
+            "success": _mean(self.successes),
             **{k: v / self.count for k, v in self.sums.items()},
         }
 
@@ -57,7 +61,7 @@ class Interval:
         vars(self).update(state)
 
 
-def _mean(values: list[float] | list[int]) -> float:
+def _mean(values: list[float] | list[int] | list[bool]) -> float:
     return float(np.mean(values)) if values else math.nan
 
 
@@ -169,7 +173,8 @@ class Session:
         self.evaluated_at = frames
         score = _mean([e.score for e in games])
         values = {"score": score, "score_std": float(np.std([e.score for e in games])), "games": len(games)}
-        self.recorder.evaluation(frames, values | {"game_steps": _mean([e.steps for e in games])})
+        success = _mean([e.success for e in games if e.success is not None])
+        self.recorder.evaluation(frames, values | {"game_steps": _mean([e.steps for e in games]), "success": success})
         if score > self.best:
             self.best = score
             self.run.save_best(frames, score, weights)

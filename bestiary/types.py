@@ -17,6 +17,7 @@ class Spec(NamedTuple):
     obs_dtype: torch.dtype
     num_actions: int
     frames_per_step: int = 1
+    horizon: int | None = None  # moves of the longest episode, where that is known
 
     @property
     def is_image(self) -> bool:
@@ -80,6 +81,7 @@ class Episode(NamedTuple):
     frames: int  # environment frames: steps x frame skip
     lives: tuple[float, ...]  # return of each life; a single entry where there are no lives
     truncated: bool
+    success: bool | None = None  # where the environment says what success is
 
 
 class Progress(NamedTuple):

@@ -18,7 +18,7 @@ from bestiary.envs import Atari, Catch, Gym, Recall
 from bestiary.envs.world import Raw, World
 from bestiary.evaluation import play
 from bestiary.seeding import TRAIN
-from bestiary.types import Episode, Spec, State, TimeStep, Trajectory
+from bestiary.types import Episode, Snapshot, Spec, State, TimeStep, Trajectory
 
 SLOTS, T = 3, 7
 CPU = torch.device("cpu")
@@ -57,9 +57,28 @@ class Diarist(Agent):
         return action, {"age": age, "luck": luck, "pair": torch.stack([total, best], 1)}, (age, total)
 
 
+class Counting:
+    """Explores more with every row, and in later slots more than in earlier ones; writes down what it was shown."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.shown: list[TimeStep] = []
+
+    def __call__(self, step: TimeStep) -> Tensor:
+        self.rows += 1
+        self.shown.append(tree.map(torch.clone, step))
+        return torch.linspace(0, 1, len(step.reward)) * self.rows / (self.rows + 1)
+
+    def state_dict(self) -> Snapshot:
+        return {"rows": self.rows}
+
+    def load_state_dict(self, state: Snapshot) -> None:
+        self.rows = state["rows"]
+
+
 def make_actor(env: Any, chance: float = 0.0, seed: int = 5) -> Actor:
     world = env.make(SLOTS, 0, TRAIN, 1)
-    return Actor(world, Diarist(world.spec.num_actions, chance), T, seed, CPU)
+    return Actor(world, Diarist(world.spec.num_actions, chance), Counting(), T, seed, CPU)
 
 
 @pytest.fixture(params=ENVS.values(), ids=ENVS)
@@ -180,15 +199,26 @@ def test_memory_is_carried_from_row_to_row(actor: Actor):
 # -- exploration and weights ------------------------------------------------------------------------------------
 
 
-def test_slots_stand_on_a_ladder_of_exploration(actor: Actor):
-    actor.unroll()
-    assert isinstance(actor.agent, Diarist)
-    assert all(explore is not None and explore.tolist() == [0.0, 0.5, 1.0] for _, _, explore in actor.agent.diary)
+def test_what_the_explorer_says_of_a_row_reaches_the_agent_with_that_row(actor: Actor):
+    for _ in range(2):
+        actor.unroll()
+    assert isinstance(actor.agent, Diarist) and isinstance(actor.explorer, Counting)
+    assert len(actor.explorer.shown) == len(actor.agent.diary) == 2 * T + 1
+    for row, (shown, (step, _, explore)) in enumerate(zip(actor.explorer.shown, actor.agent.diary, strict=True)):
+        assert different_fields(shown, step) == []
+        assert explore is not None
+        assert explore.tolist() == pytest.approx([0, 0.5 * (row + 1) / (row + 2), (row + 1) / (row + 2)])
 
 
-def test_a_single_slot_explores_least():
-    world = Catch().make(1, 0, TRAIN, 1)
-    assert Actor(world, Diarist(3), T, 0, CPU).explore.tolist() == [0.0]
+@pytest.mark.parametrize("unrolls", [0, 2])
+def test_the_explorer_is_saved_with_the_actor(unrolls: int):
+    actor, other = make_actor(Catch()), make_actor(Catch())
+    other.unroll()
+    for _ in range(unrolls):
+        actor.unroll()
+    other.load_state_dict(through_a_file(actor.state_dict()))
+    assert isinstance(other.explorer, Counting)
+    assert other.explorer.rows == (unrolls * T + 1 if unrolls else 0)
 
 
 def test_trajectories_tell_which_weights_acted(actor: Actor):

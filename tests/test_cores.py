@@ -351,6 +351,33 @@ def test_a_chrono_lstm_starts_with_memory_for_as_many_rows():
         assert span.mean().item() == pytest.approx(rows / 2, rel=0.1)
 
 
+@pytest.mark.parametrize("cls", [Lstm, Gru])
+def test_gates_may_start_orthogonal_and_unbiased(cls):
+    core = cls(hidden=6, layers=2, init="orthogonal").build(INPUT)
+    for name, p in core.rnn.named_parameters():
+        if name.startswith("bias"):
+            assert not p.any()
+        else:
+            torch.testing.assert_close(p.T @ p, torch.eye(p.shape[1]), atol=1e-5, rtol=0)
+    chrono = cls(hidden=6, init="orthogonal", chrono=50).build(INPUT)
+    assert any(b.any() for pair in chrono.biases() for b in pair)  # what chrono says of biases goes first
+
+
+def test_a_gpt_may_take_its_input_as_it_is():
+    plain, projected = (Gpt(width=8, heads=2, layers=1, project=p).build(8) for p in (False, True))
+    sizes = [sum(p.numel() for p in core.parameters()) for core in (plain, projected)]
+    assert sizes[1] - sizes[0] == 8 * 8 + 8
+    with torch.no_grad():
+        projected.load_state_dict(
+            {**plain.state_dict(), "project.weight": torch.eye(8), "project.bias": torch.zeros(8)}
+        )
+    x, is_first = torch.randn(5, 3, 8), torch.zeros(5, 3, dtype=torch.bool)
+    outputs = [core(x, is_first, core.initial_state(3))[0] for core in (plain, projected)]
+    torch.testing.assert_close(*outputs)
+    with pytest.raises(ValueError, match=r"without core\.project, core\.width=8 must be that of the input: 9"):
+        Gpt(width=8, heads=2, project=False).build(9)
+
+
 def test_a_chrono_of_less_than_two_rows_is_refused():
     with pytest.raises(ValueError, match=r"core\.chrono=1 must be at least 2 rows"):
         Lstm(chrono=1)

@@ -10,6 +10,7 @@ from bestiary.bench import BENCHMARKS
 from bestiary.cli import COMMANDS
 from bestiary.commands.eval import Eval
 from bestiary.commands.parse import parse
+from bestiary.commands.plot import Settings as Plot
 from bestiary.commands.resume import Resume
 from bestiary.commands.train import read
 from bestiary.presets import PRESETS
@@ -52,6 +53,8 @@ def test_a_command_in_a_document_is_understood(page, line):
         parse(Eval, rest, "bestiary eval")
     elif verb == "resume" and rest:
         parse(Resume, rest, "bestiary resume")
+    elif verb == "plot" and rest:
+        parse(Plot, rest, "bestiary plot")
     elif verb == "bench" and rest:
         assert rest[0] in BENCHMARKS or rest[0] == "NAME"
 

@@ -1,13 +1,17 @@
 """Evaluation: whole games, fair quotas, fresh seeds, the protocol beside the number."""
 
+import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 import bestiary
 from bestiary.algos.base import Agent
-from bestiary.envs import Atari, Catch
+from bestiary.commands.eval import print_report
+from bestiary.display import Lines
+from bestiary.envs import Atari, Catch, TMaze
 from bestiary.evaluation import human_normalised, play, reference_scores
 from bestiary.experiment import Evaluation, Experiment
 from bestiary.extras import MissingExtra, require
@@ -89,6 +93,56 @@ def test_evaluation_refuses_nonsense(run):
         bestiary.evaluate(run, 0)
     with pytest.raises(ValueError, match="has no checkpoint 'best'"):
         bestiary.evaluate(run, 1, checkpoint="best")
+
+
+def test_success_stands_beside_what_is_possible_with_and_without_memory(tmp_path, capsys):
+    base = preset("recall")
+    small = replace(base.algo, batch_size=4)
+    experiment = replace(
+        base,
+        env=TMaze(length=2),
+        algo=small,
+        runtime=Local(envs=4, threads=1),
+        frames=1_000,
+        evaluation=Evaluation(episodes=8),
+    )
+    run = bestiary.train(experiment, tmp_path / "run", Lines())
+    assert ", success " in (last := capsys.readouterr().out.splitlines()[-1])
+    assert last.endswith("(score: optimal 1.0, without memory 0.5)")
+    result = bestiary.evaluate(run, 40, threads=1)
+    assert result["references"] == {"metric": "score", "optimal": 1.0, "memoryless": 0.5}
+    sampled = result["sampled"]
+    assert sampled["success"]["n"] == 40
+    won = [score > 0.4 for score in sampled["scores"]]  # 1, or 0.5 after a slip
+    assert sampled["success"]["mean"] == np.mean(won)
+    print_report(result, ("greedy", "sampled"))
+    told = capsys.readouterr().out
+    assert "score: optimal 1.0, without memory 0.5" in told
+    assert re.search(r"sampled +success +40", told)
+
+
+def test_what_is_not_success_is_not_reported(run):
+    result = bestiary.evaluate(run, 4, modes=("greedy",), threads=1)
+    assert "references" not in result
+    assert "success" not in result["greedy"]
+
+
+def test_evaluation_keeps_what_belongs_to_the_whole_run(monkeypatch, tmp_path):
+    """The run's seed reaches every evaluation; only the stream is another."""
+    asked = []
+    make = Catch.make
+    monkeypatch.setattr(Catch, "make", lambda self, *args: asked.append(args) or make(self, *args))
+    base = preset("catch")
+    experiment = replace(
+        base, algo=replace(base.algo, batch_size=4), runtime=Local(envs=4, threads=1), frames=1_000, seed=7,
+        evaluation=Evaluation(episodes=2),
+    )  # fmt: skip
+    run = bestiary.train(experiment, tmp_path / "run")
+    bestiary.evaluate(run, 2, runs=2, modes=("greedy",), threads=1)
+    bestiary.evaluate(run, 2, seed=1, modes=("greedy",), threads=1)
+    assert {seed for _, seed, *_ in asked} == {7}
+    streams = [stream for _, _, stream, _ in asked]
+    assert len(set(streams)) == len(streams) == 5  # training, its evaluation, two repetitions, another seed
 
 
 def test_weights_of_another_network_are_refused(run, tmp_path):

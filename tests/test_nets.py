@@ -6,7 +6,19 @@ from torch import Tensor, nn
 
 from bestiary.algos import Impala
 from bestiary.cores import Ff, Lstm
-from bestiary.nets import Auto, Encoder, FrameStack, Mlp, Net, Resnet, Shallow, SmallCnn, Torso, choose_encoder
+from bestiary.nets import (
+    Auto,
+    Encoder,
+    FrameStack,
+    Mlp,
+    Net,
+    Resnet,
+    Shallow,
+    SmallCnn,
+    Torso,
+    choose_encoder,
+    head,
+)
 from bestiary.types import Spec, State, TimeStep
 
 VECTOR = Spec("vector", (3,), torch.float32, 4)
@@ -246,6 +258,62 @@ def test_every_fully_connected_layer_is_followed_by_a_rectifier():
         x = layer(x).relu()
     assert len(encoder.layers) == 3
     torch.testing.assert_close(encoder(obs), x)
+
+
+def test_the_small_network_ends_without_a_rectifier():
+    encoder = Encoder(SmallCnn(hidden_size=6, num_layers=2), PICTURE, 1).double()
+    x = encoder.convolutions(frames(4).double() / 255).flatten(1)
+    by_hand = encoder.layers[1](encoder.layers[0](x).relu())
+    torch.testing.assert_close(encoder(frames(4)), by_hand)
+    assert (by_hand < 0).any()
+
+
+@pytest.mark.parametrize("prev_reward", [True, False])
+@pytest.mark.parametrize("prev_action", [True, False])
+def test_action_and_reward_may_pass_a_layer_of_their_own(prev_action, prev_reward):
+    net = Net(
+        encoder=Mlp(8), action_units=5, reward_units=3, prev_action=prev_action, prev_reward=prev_reward, init="torch"
+    )
+    torso, step = Torso(VECTOR, net, Ff()), timestep(VECTOR, 30, 4)
+    out, _ = torso(step, ())
+    parts = [torso.encoder(step.obs.flatten(0, 1)).view(30, 4, -1)]
+    if prev_reward:
+        parts.append(torso.reward[0](step.reward.clamp(-1, 1)[..., None]).relu())
+    if prev_action:
+        one_hot = nn.functional.one_hot(step.prev_action, 4).float()
+        one_hot[step.is_first] = 0
+        parts.append(torso.action[0](one_hot).relu())
+    torch.testing.assert_close(out, torch.cat(parts, -1))
+    assert torso.width == 8 + 3 * prev_reward + 5 * prev_action
+
+
+@pytest.mark.parametrize("name", ["action_units", "reward_units"])
+def test_a_layer_of_no_units_is_refused(name):
+    with pytest.raises(ValueError, match=rf"net\.{name.replace('_', '-')}=0 must be at least 1, or None for no layer"):
+        Net(**{name: 0})
+
+
+@pytest.mark.parametrize("init", ["torch", "orthogonal"])
+def test_a_head_starts_with_nearly_no_preference(init):
+    layers = [m for m in head(50, (40, 30), 7, last=1e-3, init=init) if isinstance(m, nn.Linear)]
+    assert [(m.in_features, m.out_features) for m in layers] == [(50, 40), (40, 30), (30, 7)]
+    last = torch.cat([layers[-1].weight.flatten(), layers[-1].bias])
+    assert 0.8e-3 < last.abs().max() <= 1e-3
+    for layer in layers[:-1]:
+        w = layer.weight.double()
+        if init == "orthogonal":
+            torch.testing.assert_close(w @ w.T, 2 * torch.eye(len(w)).double(), atol=1e-5, rtol=0)
+            assert not layer.bias.any()
+        else:
+            bound = layer.out_features**-0.5
+            assert 0.95 * bound < w.abs().max() <= bound
+            assert layer.bias.eq(torch.tensor(0.1)).all()
+
+
+@pytest.mark.parametrize("hidden", [(), (5,), (6, 5)])
+def test_a_head_has_rectifiers_between_its_layers_only(hidden):
+    module = head(4, hidden, 3, last=1.0, init="torch")
+    assert [type(m) for m in module] == [nn.Linear, nn.ReLU] * len(hidden) + [nn.Linear]
 
 
 def residual_by_hand(x: Tensor, convolutions: nn.Sequential) -> Tensor:

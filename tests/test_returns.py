@@ -1,4 +1,4 @@
-"""V-trace against reference data, against the sum in the paper, and at the borders between episodes."""
+"""V-trace and Watkins's Q(lambda): reference data, the sums of the papers, and the borders between episodes."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bestiary.algos.impala import Impala, ImpalaLearner
-from bestiary.ops.returns import VTrace, vtrace
+from bestiary.ops.returns import VTrace, vtrace, watkins
 from bestiary.types import State, TimeStep, Trajectory, moves
 
 IMPORTANCE_CASES = [*(f"iw{i}" for i in range(11)), "f32_0", "f32_1"]
@@ -363,3 +363,132 @@ def test_the_learner_clips_rewards_as_it_was_told(data):
     learner = ImpalaLearner(Impala(**{**vars(learner.cfg), "reward_clip": "abs_one"}), agent, 1)  # type: ignore
     assert (z["rewards"].abs() > 1).any()
     assert learner.loss(trajectory)[0].item() == pytest.approx(by_hand.loss(clipped)[0].item(), rel=1e-12)
+
+
+# -- Watkins's Q(lambda) -------------------------------------------------------------------------------------------
+
+
+class Chunk:
+    """Rows with rewards and flags, the value of the best action in each row, and whether that action was taken."""
+
+    def __init__(self, is_first: Tensor, is_terminal: Tensor, greedy: Tensor | None = None, seed: int = 0) -> None:
+        rng = torch.Generator().manual_seed(seed)
+        shape = is_first.shape
+        reward, self.value = torch.randn(2, *shape, generator=rng, dtype=torch.float64)
+        self.greedy = torch.ones(shape, dtype=torch.bool) if greedy is None else greedy
+        none = torch.zeros(shape, dtype=torch.int64)
+        self.step = TimeStep(none, none, torch.where(is_first, 0, reward), is_first, is_terminal)
+
+    @classmethod
+    def random(cls, T: int, B: int, seed: int = 0) -> "Chunk":
+        rng = torch.Generator().manual_seed(seed)
+        is_first = torch.rand(T + 1, B, generator=rng) < 0.2
+        is_terminal = (torch.rand(T + 1, B, generator=rng) < 0.2) & ~is_first
+        return cls(is_first, is_terminal, torch.rand(T + 1, B, generator=rng) < 0.7, seed)
+
+    def targets(self, trace_decay: float) -> Tensor:
+        m = moves(self.step, 0.9)
+        return watkins(m.reward, m.discount, m.valid, self.value[1:], self.greedy[1:], trace_decay)
+
+    def valid(self) -> Tensor:
+        return moves(self.step, 0.9).valid
+
+    def by_definition(self, t: int, b: int, trace_decay: float) -> float:
+        """The weighted mean of all n-step returns up to the first action that was not the best (Watkins 1989).
+
+        G^n = r_t + gamma r_{t+1} + ... + gamma^n max_a Q(x_{t+n}, a), worth (1 - lambda) lambda^(n-1); the last one
+        there is takes what remains. After a true end its value is nothing.
+        """
+        rows = len(self.value)
+        step = self.step
+        longest = 1
+        while (
+            t + longest + 1 < rows
+            and not step.is_first[t + longest + 1, b]
+            and not step.is_terminal[t + longest, b]
+            and self.greedy[t + longest, b]
+        ):
+            longest += 1
+        total = 0.0
+        for n in range(1, longest + 1):
+            g = sum(0.9**i * step.reward[t + 1 + i, b].item() for i in range(n))
+            if not step.is_terminal[t + n, b]:
+                g += 0.9**n * self.value[t + n, b].item()
+            total += g * trace_decay ** (n - 1) * ((1 - trace_decay) if n < longest else 1)
+        return total
+
+
+@pytest.mark.parametrize("trace_decay", [0.0, 0.3, 0.8, 1.0])
+def test_watkins_is_the_mean_of_all_returns_up_to_the_first_action_that_was_not_the_best(trace_decay):
+    chunk = Chunk.random(30, 6, seed=4)
+    out = chunk.targets(trace_decay)
+    valid = chunk.valid()
+    for t, b in valid.nonzero().tolist():
+        assert out[t, b].item() == pytest.approx(chunk.by_definition(t, b, trace_decay), rel=1e-12, abs=1e-12)
+    assert 0 < valid.sum() < valid.numel()
+
+
+def test_without_traces_a_target_is_one_step_and_a_value():
+    chunk = Chunk.random(30, 6)
+    m = moves(chunk.step, 0.9)
+    expected = m.reward + m.discount * chunk.value[1:]
+    assert_close(chunk.targets(0.0)[m.valid], expected[m.valid])
+
+
+def test_full_traces_of_a_greedy_player_are_discounted_returns():
+    chunk = Chunk(flags(1, 0, 0, 0), flags(0, 0, 0, 1))
+    chunk.step.reward[:, 0] = torch.tensor([0.0, 1.0, 2.0, 4.0])
+    # 4, 2 + 0.9 * 4, 1 + 0.9 * 5.6
+    assert chunk.targets(1.0)[:, 0].tolist() == pytest.approx([6.04, 5.6, 4.0])
+
+
+def test_a_trace_is_cut_at_an_action_that_was_not_the_best():
+    greedy = flags(1, 1, 0, 1, 1)
+    chunk = Chunk(flags(1, 0, 0, 0, 0), flags(0, 0, 0, 0, 0), greedy)
+    calm = chunk.targets(1.0)
+    chunk.step.reward[3:] = 1e6  # earned by the action in row 2, and later
+    chunk.value[3:] = -1e6
+    wild = chunk.targets(1.0)
+    assert torch.equal(calm[:2], wild[:2])
+    assert not torch.equal(calm[2:], wild[2:])
+    r, v = chunk.step.reward[:, 0], chunk.value[:, 0]
+    assert calm[1, 0].item() == pytest.approx((r[2] + 0.9 * v[2]).item())
+    assert calm[0, 0].item() == pytest.approx((r[1] + 0.9 * calm[1, 0]).item())
+
+
+def test_the_move_under_correction_need_not_have_been_the_best():
+    # Q(x, a) is asked for the a that was taken, whatever it was: only what follows must be greedy
+    starts, ends = flags(1, 0, 0, 0), flags(0, 0, 0, 0)
+    chunk, other = Chunk(starts, ends, flags(1, 1, 1, 1)), Chunk(starts, ends, flags(0, 1, 1, 1))
+    assert torch.equal(chunk.targets(0.8), other.targets(0.8))
+
+
+@pytest.mark.parametrize("trace_decay", [0.0, 0.5, 1.0])
+def test_a_time_limit_bootstraps_from_the_last_row_and_an_end_does_not(trace_decay):
+    limit = Chunk(flags(1, 0, 0, 1, 0), flags(0, 0, 0, 0, 0))
+    end = Chunk(flags(1, 0, 0, 1, 0), flags(0, 0, 1, 0, 0))
+    r, v = limit.step.reward[:, 0], limit.value[:, 0]
+    assert limit.targets(trace_decay)[1, 0].item() == pytest.approx((r[2] + 0.9 * v[2]).item())
+    assert end.targets(trace_decay)[1, 0].item() == pytest.approx(r[2].item())
+
+
+@pytest.mark.parametrize("trace_decay", [0.0, 0.8, 1.0])
+def test_what_happens_in_one_episode_never_reaches_another(trace_decay):
+    for seed in range(5):
+        chunk = Chunk.random(20, 4, seed=seed)
+        calm, valid = chunk.targets(trace_decay), chunk.valid()
+        episode = chunk.step.is_first.cumsum(0)  # [T+1, B] which episode each row belongs to
+        for number in range(int(episode.max()) + 1):
+            other = Chunk.random(20, 4, seed=seed)
+            inside = episode == number
+            other.step.reward[inside] = 1e9
+            other.value[inside] = -1e9
+            other.greedy[inside] ^= True
+            kept = valid & ~inside[1:]
+            assert torch.equal(other.targets(trace_decay)[kept], calm[kept])
+
+
+def test_watkins_targets_are_constants_to_the_gradient():
+    value = torch.randn(4, 2, requires_grad=True)
+    yes = torch.ones(4, 2, dtype=torch.bool)
+    assert not watkins(torch.randn(4, 2), torch.rand(4, 2), yes, value, yes, 0.5).requires_grad

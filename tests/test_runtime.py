@@ -16,7 +16,7 @@ import torch
 import bestiary
 from bestiary.cores import DeltaNet, Gpt, Lstm
 from bestiary.display import Silent
-from bestiary.envs import Atari, Catch, Gym, Recall
+from bestiary.envs import Atari, Catch, Gym, Recall, TMaze
 from bestiary.experiment import Checkpoints, Evaluation, Experiment, Logs, family
 from bestiary.nets import Net, Shallow
 from bestiary.presets import preset
@@ -79,6 +79,7 @@ EXACT = {
     "recall": tiny(),
     "catch": tiny(Catch(), net=Net()),
     "cartpole": tiny(Gym("CartPole-v1"), net=Net()),
+    "tmaze": tiny(TMaze(length=4, active=True)),
     "atari": replace(TINY_ATARI, evaluation=Evaluation(episodes=0), log=Logs(every=200, tensorboard=False)),
 }
 
@@ -156,6 +157,37 @@ def test_metrics_have_one_set_of_columns_and_frames_that_only_grow(tmp_path):
     with (run.path / "metrics.csv").open() as file:
         widths = {len(line.split(",")) for line in file}
     assert len(widths) == 1
+
+
+def test_success_is_written_where_there_is_such_a_thing(tmp_path):
+    often = Evaluation(every=1_000, episodes=4)
+    both = (TMaze(2), Recall(3))
+    maze, recall = (bestiary.train(tiny(e, evaluation=often), tmp_path / type(e).__name__) for e in both)
+    games = rows(maze, "episodes.csv")
+    assert {r["success"] for r in games} == {"0", "1"}
+    assert all((r["success"] == "1") == (r["life_returns"] in ("1", "0.5")) for r in games)
+    metrics = rows(maze)
+    assert all(0 <= float(r["success"]) <= 1 for r in metrics)
+    assert any(0 < float(r["success"]) < 1 for r in metrics)
+    assert all(0 <= float(r["success"]) <= 1 for r in rows(maze, "evaluations.csv"))
+    for name in ("episodes.csv", "metrics.csv", "evaluations.csv"):
+        assert {r["success"] for r in rows(recall, name)} == {""}
+
+
+def test_a_run_from_before_there_was_success_goes_on_with_its_columns(tmp_path):
+    run = bestiary.train(tiny(TMaze(2), frames=1_500), tmp_path / "run")
+    for name in ("episodes.csv", "metrics.csv"):
+        old = rows(run, name, without=("success",))
+        with (run.path / name).open("w") as file:
+            writer = csv.DictWriter(file, old[0])
+            writer.writeheader()
+            writer.writerows(old)
+    longer = bestiary.train(tiny(TMaze(2)), run.path)
+    for name in ("episodes.csv", "metrics.csv"):
+        told = rows(longer, name)
+        assert int(told[-1]["frames"]) > 2_000
+        assert "success" not in told[-1]
+        assert None not in told[-1]  # no value without a column
 
 
 def test_tensorboard_shows_one_continuous_curve_across_resumes(tmp_path):

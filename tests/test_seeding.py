@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from bestiary.seeding import ACTIONS, EVAL, TRAIN, WEIGHTS, derive, hash64
+from bestiary.seeding import ACTIONS, EVAL, INSPECTION, TRAIN, WEIGHTS, derive, hash64, substream
 
 
 def test_the_same_address_always_gives_the_same_seed():
@@ -23,6 +23,13 @@ def test_streams_never_meet():
     assert len(set(streams)) == 4
     seeds = [derive(seed, stream, slot) for seed in range(8) for stream in streams for slot in range(64)]
     assert len(set(seeds)) == len(seeds)
+
+
+def test_a_substream_is_of_one_kind_only():
+    kinds = (TRAIN, EVAL, INSPECTION)
+    told = {kind: {substream(kind, seed, number) for seed in range(20) for number in range(20)} for kind in kinds}
+    assert all(len(streams) == 400 for streams in told.values())
+    assert len(set.union(*told.values()) | set(range(64))) == 3 * 400 + 64
 
 
 def test_the_order_of_an_address_matters():

@@ -1,9 +1,11 @@
 """Summaries of scores, by hand and by long-known formulas."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 
-from bestiary.stats import bootstrap_interval, iqm, summary
+from bestiary.stats import bootstrap_interval, iqm, stratified_bootstrap, summary
 
 
 def test_the_interquartile_mean_of_four_is_the_mean_of_the_middle_two():
@@ -77,6 +79,39 @@ def test_the_same_scores_give_the_same_interval():
     first = bootstrap_interval(x)
     np.random.seed(2)
     assert bootstrap_interval(x) == first
+
+
+@pytest.mark.parametrize("statistic", [np.mean, iqm])
+def test_the_stratified_interval_is_that_of_all_resamples(statistic):
+    """Few enough scores to list every way to draw each group from itself; more draws than ways come close."""
+    groups = [[0.0, 1.0, 5.0], [10.0, 12.0]]
+    ways = [list(product(group, repeat=len(group))) for group in groups]  # 27 and 4
+    every = [float(statistic([*a, *b], axis=0)) for a, b in product(*ways)]
+    for level in (0.5, 0.9):
+        low, high = stratified_bootstrap(groups, statistic, resamples=50_000, level=level)
+        below, above = np.quantile(every, [(1 - level) / 2, (1 + level) / 2])
+        assert (low, high) == pytest.approx((below, above), abs=0.1)
+
+
+def test_groups_are_not_mixed():
+    low, high = stratified_bootstrap([[1.0] * 4, [7.0] * 4], np.mean)
+    assert low == high == 4.0
+    low, high = stratified_bootstrap([[1.0] * 4 + [7.0] * 4], np.mean)
+    assert low < 4.0 < high
+
+
+def test_every_entry_of_a_curve_gets_the_interval_it_would_get_alone():
+    curves = np.random.default_rng(6).normal(size=(2, 5, 3))  # tasks, seeds, entries
+    low, high = stratified_bootstrap(list(curves), iqm)
+    for i in range(3):
+        assert (low[i], high[i]) == pytest.approx(stratified_bootstrap(list(curves[:, :, i]), iqm))
+
+
+def test_one_group_is_the_plain_bootstrap():
+    x = np.random.default_rng(7).normal(size=9)
+    assert stratified_bootstrap([x], np.mean, 10_000) == bootstrap_interval(x)
+    drawn = x[np.random.default_rng(0).integers(0, 9, (10_000, 9))].mean(1)
+    assert bootstrap_interval(x) == tuple(np.quantile(drawn, [0.025, 0.975]))
 
 
 def test_a_summary_by_hand():

@@ -1,32 +1,60 @@
 """What every algorithm promises."""
 
-from typing import Protocol
+import math
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from bestiary.cores.base import CoreConfig
 from bestiary.errors import UserError
+from bestiary.exploration import Explorer
 from bestiary.nets import Net
 from bestiary.replay.base import ReplayConfig
 from bestiary.types import Batch, Snapshot, Spec, State, TimeStep, Trajectory, Update
+
+if TYPE_CHECKING:
+    from bestiary.tape import Tape
 
 
 class Agent(nn.Module):
     """What actors run; its state_dict is all that travels back to them."""
 
+    picks: Literal["sample", "epsilon_greedy"] = "sample"  # how `act` chooses by what the network answers
+    keeps: str | None = None  # the name under which that answer is kept in aux
+
     def initial_state(self, batch_size: int) -> State:
         raise NotImplementedError
+
+    def write(self, tape: "Tape") -> int | None:
+        """The network as instructions for compiled acting: where its answer is; None: it has none."""
+        return None
 
     def act(
         self, step: TimeStep, state: State, explore: Tensor | None, rng: torch.Generator
     ) -> tuple[Tensor, dict[str, Tensor], State]:
-        """step is [B, ...] -> action [B], aux, state. explore is [B], a rung in [0, 1]; None: play the best move."""
+        """step is [B, ...] -> action [B], aux, state. explore is [B], in [0, 1]; None: play the best move."""
         raise NotImplementedError
 
 
 class Diverged(UserError):
     """Learning produced a number that is not one. The weights from before that update are intact."""
+
+
+def apply_gradient(
+    loss: Tensor, module: nn.Module, optimizer: torch.optim.Optimizer, grad_norm: float | None, update: int
+) -> Tensor:
+    """One step down the loss, its gradient clipped to a norm (None: as it is). Returns the norm before."""
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(module.parameters(), math.inf if grad_norm is None else grad_norm)
+    if not (torch.isfinite(loss) and torch.isfinite(norm)):
+        raise Diverged(
+            f"update {update} gave a loss of {loss.item()} and a gradient norm of {norm.item()}; "
+            "it was not applied: lower the learning rate or clip the rewards"
+        )
+    optimizer.step()
+    return norm.detach()
 
 
 class Learner(Protocol):
@@ -46,6 +74,7 @@ class AlgoConfig(Protocol):
     @property
     def unroll(self) -> int: ...
     def replay(self, num_envs: int) -> ReplayConfig: ...
+    def explorer(self, num_envs: int) -> Explorer: ...
     def agent(self, spec: Spec, net: Net, core: CoreConfig) -> Agent: ...
     def learner(self, agent: Agent, total_steps: int) -> Learner: ...
     def priorities(self, trajectory: Trajectory) -> Tensor | None: ...

@@ -1,14 +1,15 @@
 """Many actors, one learner, and importance weights for the gap between them (Espeholt et al. 2018)."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
-from bestiary.algos.base import Agent, Diverged
+from bestiary.algos.base import Agent, apply_gradient
 from bestiary.cores.base import CoreConfig
 from bestiary.errors import UserError
+from bestiary.exploration import Explorer, Fixed
 from bestiary.nets import Net, Torso, orthogonal
 from bestiary.ops.policy import RewardClip, clip_reward, entropy, log_prob, sample
 from bestiary.ops.returns import vtrace
@@ -16,8 +17,13 @@ from bestiary.optim import OptimizerConfig, RmsProp
 from bestiary.replay.fifo import Fifo
 from bestiary.types import Batch, Metrics, Snapshot, Spec, State, TimeStep, Trajectory, Update, moves
 
+if TYPE_CHECKING:
+    from bestiary.tape import Tape
+
 
 class ImpalaAgent(Agent):
+    keeps = "logits"
+
     def __init__(self, spec: Spec, net: Net, core: CoreConfig) -> None:
         super().__init__()
         self.torso = Torso(spec, net, core)
@@ -33,6 +39,10 @@ class ImpalaAgent(Agent):
     def forward(self, step: TimeStep, state: State) -> tuple[Tensor, Tensor, State]:
         h, state = self.torso(step, state)
         return self.policy(h), self.baseline(h).squeeze(-1), state  # [T, B, A], [T, B]
+
+    def write(self, tape: "Tape") -> int | None:
+        h = self.torso.write(tape)
+        return None if h is None else tape.linear(self.policy, h)
 
     def act(
         self, step: TimeStep, state: State, explore: Tensor | None, rng: torch.Generator
@@ -100,19 +110,11 @@ class ImpalaLearner:
         for group in self.optimizer.param_groups:
             group["lr"] = self.cfg.optimizer.lr * decay
 
-        self.optimizer.zero_grad(set_to_none=True)
         loss, metrics = self.loss(t)
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(self.agent.parameters(), self.cfg.grad_norm)
-        if not (torch.isfinite(loss) and torch.isfinite(norm)):
-            raise Diverged(
-                f"update {self.updates + 1} gave a loss of {loss.item()} and a gradient norm of {norm.item()}; "
-                "it was not applied: lower the learning rate or clip the rewards"
-            )
-        self.optimizer.step()
+        norm = apply_gradient(loss, self.agent, self.optimizer, self.cfg.grad_norm, self.updates + 1)
         self.updates += 1
         self.steps += (rows - 1) * streams
-        metrics |= {"grad_norm": norm.detach(), "learning_rate": torch.tensor(self.cfg.optimizer.lr * decay)}
+        metrics |= {"grad_norm": norm, "learning_rate": torch.tensor(self.cfg.optimizer.lr * decay)}
         return Update(metrics)
 
     def state_dict(self) -> Snapshot:
@@ -167,6 +169,9 @@ class Impala:
 
     def replay(self, num_envs: int) -> Fifo:
         return Fifo(self.batch_size, 2 * num_envs if self.queue is None else self.queue)
+
+    def explorer(self, num_envs: int) -> Explorer:
+        return Fixed(torch.zeros(num_envs))  # the policy itself decides how much
 
     def agent(self, spec: Spec, net: Net, core: CoreConfig) -> ImpalaAgent:
         return ImpalaAgent(spec, net, core)

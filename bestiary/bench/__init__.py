@@ -7,6 +7,7 @@ from collections.abc import Callable
 BENCHMARKS = {  # name -> (module, what it measures)
     "impala-atari": ("impala_atari", "the IMPALA loop on Atari against the sum of its parts"),
     "cores": ("cores", "every memory: its rule against the plain loop, the core against an LSTM, a step of acting"),
+    "envs": ("envs", "the memory tasks: steps per second as a vector environment, as a world and alone"),
     "findings": ("findings", "what the CPU settings are worth to the learner: allocator, memory layout"),
 }
 

@@ -54,10 +54,12 @@ def measure(cfg: Settings, net: str) -> dict[str, float]:
         for _ in range(cfg.unroll):
             world.env.step(rng.integers(0, world.spec.num_actions, cfg.envs))
 
+    explore = torch.zeros(cfg.envs)
+
     @torch.no_grad()
     def act() -> None:
         for _ in range(cfg.unroll):
-            actor.agent.act(step, actor.after, actor.explore, actor.rng)
+            actor.agent.act(step, actor.after, explore, actor.rng)
 
     def learn() -> None:
         learner.agent.zero_grad(set_to_none=True)

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bestiary.commands.parse import load_plugins, parse
+from bestiary.envs.base import References
 from bestiary.evaluation import Mode, evaluate
 
 
@@ -48,15 +49,17 @@ def print_report(result: dict[str, Any], modes: tuple[Mode, ...]) -> None:
     for column in ("policy", "per", "n", "mean", "95% interval", "median", "IQM", "std", "min", "max"):
         table.add_column(column, justify="left" if column in ("policy", "per") else "right", no_wrap=True)
     for mode in modes:
-        for per in ("game", "life"):
-            s = result[mode][per]
-            if per == "life" and s["n"] == result[mode]["game"]["n"]:
+        for per in ("game", "success", "life"):
+            s = result[mode].get(per)
+            if s is None or (per == "life" and s["n"] == result[mode]["game"]["n"]):
                 continue  # one life a game: nothing to add
             numbers = [f"{s[k]:.2f}" for k in ("median", "iqm", "std", "min", "max")]
             interval = f"[{s['ci95_low']:.2f}, {s['ci95_high']:.2f}]"
             table.add_row(mode, per, str(s["n"]), f"{s['mean']:.2f}", interval, *numbers)
     console = Console()
     console.print(table)
+    if "references" in result:
+        console.print(str(References(**result["references"])))
     for mode in modes:
         extra = result[mode]
         if extra.get("human_normalised") is not None:

@@ -30,8 +30,11 @@ def main(args: list[str]) -> int:
     chosen = parse(Resume, args, "bestiary resume")
     run = Run(chosen.run)
     experiment = run.experiment()
-    run.find(chosen.checkpoint)
+    begun = chosen.checkpoint is not None or run.saved()
+    if begun:
+        run.find(chosen.checkpoint)
     if chosen.frames is not None:
         experiment = replace(experiment, frames=chosen.frames)
     screen = Lines() if chosen.plain else choose_screen()
-    return run_session(experiment, run.path, screen, chosen.checkpoint or "last")
+    # stopped before its first checkpoint: from the beginning
+    return run_session(experiment, run.path, screen, (chosen.checkpoint or "last") if begun else None)

@@ -1,12 +1,15 @@
 """What every memory promises."""
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from bestiary.errors import UserError
 from bestiary.types import State
+
+if TYPE_CHECKING:
+    from bestiary.tape import Tape
 
 
 class Core(nn.Module):
@@ -27,6 +30,10 @@ class Core(nn.Module):
 
     def forward(self, x: Tensor, is_first: Tensor, state: State) -> tuple[Tensor, State]:
         raise NotImplementedError
+
+    def write(self, tape: "Tape", x: int) -> int | None:
+        """This memory as instructions for compiled acting: input at x, where the output is; None: it has none."""
+        return None
 
     def check(self, state: State) -> None:
         """Refuse the memory of another core, or of one of another size."""

@@ -12,9 +12,11 @@ from bestiary.types import State
 
 
 class DeltaNetLayer(FastLayer):
+    rule = "delta_net"
+
     def __init__(self, cfg: "DeltaNet") -> None:
         super().__init__(cfg, per_head=3 * cfg.lanes + 1, strengths=1, beta_bias=cfg.beta_bias)
-        self.phi: FeatureMap = cfg.feature_map
+        self.phi = cfg.feature_map
 
     def remember(self, asked: Tensor, is_first: Tensor, memory: State) -> tuple[Tensor, State]:
         y, W = fastweights.delta_net(asked, is_first, memory[0], self.phi, self.bptt)

@@ -12,9 +12,11 @@ from bestiary.types import State
 
 
 class DeltaRnnLayer(FastLayer):
+    rule = "delta_rnn"
+
     def __init__(self, cfg: "DeltaRnn") -> None:
         super().__init__(cfg, per_head=5 * cfg.lanes + 2, strengths=2, beta_bias=cfg.beta_bias)
-        self.phi: FeatureMap = cfg.feature_map
+        self.phi = cfg.feature_map
 
     def memories(self, batch_size: int) -> State:
         (W,) = super().memories(batch_size)

@@ -1,6 +1,7 @@
 """The shell around every fast-weight memory: project, then layers of (memory, feedforward), as Irie et al. 2021 do."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +9,11 @@ from torch import Tensor, nn
 
 from bestiary.cores.base import Core, check_bptt, check_dropout, check_sizes
 from bestiary.errors import UserError
+from bestiary.ops.fastweights.loops import FeatureMap
 from bestiary.types import State
+
+if TYPE_CHECKING:
+    from bestiary.tape import Tape
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,14 @@ class FastWeights:
         return self.width // self.heads if self.head_width is None else self.head_width
 
 
+RULES = ("linear_transformer", "delta_net", "recurrent_delta_net", "delta_rnn")
+
+
 class FastLayer(nn.Module):
     """x + W_o memory(LN(x)), then x + feedforward(LN(x)). A subclass says what the memory is."""
+
+    rule: str  # one of RULES
+    phi: FeatureMap
 
     def __init__(self, cfg: FastWeights, per_head: int, strengths: int = 0, beta_bias: float | None = None) -> None:
         super().__init__()
@@ -79,6 +90,33 @@ class FastLayer(nn.Module):
         x = x + self.drop(self.out(y.flatten(2)))
         return x + self.drop(self.ff_out(self.drop(F.relu(self.ff_in(self.ff_norm(x)))))), memory
 
+    def write(self, tape: "Tape", x: int) -> int:
+        """The layer as instructions; its subclass knows the rule's number and the rule's own weights."""
+        from bestiary import tape as instructions
+
+        width, per_head = self.norm.weight.numel(), self.slow.out_features // self.heads
+        asked = tape.room(self.slow.out_features)
+        w = tape.weights(lambda: self.slow.weight.t())
+        b = -1
+        if self.beta is not None:
+            beta = self.beta
+            b = tape.weights(lambda: F.pad(beta, (per_head - beta.shape[-1], 0)))
+        tape.instruct(instructions.LINEAR, asked, tape.norm(self.norm, x), width, self.slow.out_features, w, b)
+        y = tape.room((self.heads + 1) * self.lanes)
+        memory = tape.memory(sum(leaf.numel() for leaf in self.memories(1)))
+        own = tape.weights(*(lambda w=w: w for w in self.own_weights()))
+        phi = instructions.PHI[self.phi]
+        tape.instruct(instructions.FAST, y, asked, self.heads, self.lanes, RULES.index(self.rule), phi, own, memory)
+        x_2 = tape.linear(self.out, y)
+        tape.add(x_2, x, width)
+        out = tape.linear(self.ff_out, tape.linear(self.ff_in, tape.norm(self.ff_norm, x_2), relu=True))
+        tape.add(out, x_2, width)
+        return out
+
+    def own_weights(self) -> tuple[Tensor, ...]:
+        """What the rule itself has learnt, beside the projections."""
+        return ()
+
     def told(self, asked: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Mapped queries and keys [T, B, H, D] and write strengths [T, B, H, n] of an episode, answers y given."""
         raise NotImplementedError
@@ -104,6 +142,12 @@ class FastCore(Core):
             x, memory = layer(x, is_first, state[i * leaves : (i + 1) * leaves])
             after += memory
         return x, after
+
+    def write(self, tape: "Tape", x: int) -> int:
+        x = tape.linear(self.project, x)
+        for layer in self.layers:
+            x = layer.write(tape, x)  # type: ignore
+        return x
 
     @torch.no_grad()
     def reveal(self, x: Tensor) -> dict[str, Tensor]:

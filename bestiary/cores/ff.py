@@ -1,11 +1,15 @@
 """No memory: what is not in the observation is not known."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from bestiary.cores.base import Core
 from bestiary.types import State
+
+if TYPE_CHECKING:
+    from bestiary.tape import Tape
 
 
 class FfCore(Core):
@@ -15,6 +19,9 @@ class FfCore(Core):
 
     def initial_state(self, batch_size: int) -> State:
         return ()
+
+    def write(self, tape: "Tape", x: int) -> int:
+        return x
 
     def forward(self, x: Tensor, is_first: Tensor, state: State) -> tuple[Tensor, State]:
         return x, state

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,9 @@ from torch.nn.utils.rnn import PackedSequence
 from bestiary.cores.base import Core, check_bptt, check_sizes
 from bestiary.errors import UserError
 from bestiary.types import State
+
+if TYPE_CHECKING:
+    from bestiary.tape import Tape
 
 
 class GatedCore(Core):
@@ -31,6 +35,11 @@ class GatedCore(Core):
         for layer in range(self.rnn.num_layers):
             yield getattr(self.rnn, f"bias_ih_l{layer}"), getattr(self.rnn, f"bias_hh_l{layer}")
 
+    @torch.no_grad()
+    def orthogonal(self) -> None:
+        for name, p in self.rnn.named_parameters():
+            nn.init.orthogonal_(p) if name.startswith("weight") else p.zero_()
+
     def time_constants(self, rows: int) -> Tensor:
         """Biases that make units remember for 1 to `rows` rows (Tallec & Ollivier 2018)."""
         return torch.empty(self.width).uniform_(1, max(2, rows - 1)).log()
@@ -43,6 +52,26 @@ class GatedCore(Core):
             y, state = self._chunk(rows, first, tuple(s.detach() for s in state))
             outputs.append(y)
         return torch.cat(outputs), state
+
+    def write(self, tape: "Tape", x: int) -> int:
+        from bestiary import tape as instructions
+
+        n, hidden, layers = self.rnn.input_size, self.width, self.rnn.num_layers
+        memory = tape.memory(self.leaves * layers * hidden)
+        for layer, (from_input, from_itself) in enumerate(self.biases()):
+            of_input, of_itself = (getattr(self.rnn, f"weight_{side}_l{layer}") for side in ("ih", "hh"))
+            sources = [lambda w=of_input: w.t(), lambda w=of_itself: w.t()]
+            h = memory + layer * hidden
+            if self.leaves == 2:
+                y = tape.room(5 * hidden)
+                w = tape.weights(*sources, lambda a=from_input, b=from_itself: a + b)
+                tape.instruct(instructions.LSTM, y, x, n, hidden, w, h, h + layers * hidden)
+            else:
+                y = tape.room(7 * hidden)
+                w = tape.weights(*sources, lambda a=from_input: a, lambda b=from_itself: b)
+                tape.instruct(instructions.GRU, y, x, n, hidden, w, h)
+            x, n = y, hidden
+        return x
 
     def _chunk(self, x: Tensor, is_first: Tensor, state: State) -> tuple[Tensor, State]:
         keep = ~is_first[0][:, None, None]
@@ -133,7 +162,9 @@ class Gated:
     """units per layer; None: as wide as the input"""
     layers: int = 1
     chrono: int | None = None
-    """start with memory for about so many rows (chrono initialisation); None: PyTorch's initialisation"""
+    """first biases such that memory lasts for about so many rows (chrono initialisation); None: as `init` says"""
+    init: Literal["torch", "orthogonal"] = "torch"
+    """first weights: PyTorch's, or orthogonal with biases of zero"""
     bptt: int | None = None
     """rows the gradient flows back through memory; None: the whole chunk"""
 

@@ -139,7 +139,9 @@ class GptCore(Core):
         self.width, self.window, self.slots = cfg.width, cfg.window, cfg.window + 1
         self.drop = nn.Dropout(cfg.dropout)
         self.positions = cfg.positions
-        self.project = nn.Linear(input_width, cfg.width)
+        if not cfg.project and input_width != cfg.width:
+            raise UserError(f"without core.project, core.width={cfg.width} must be that of the input: {input_width}")
+        self.project = nn.Linear(input_width, cfg.width) if cfg.project else nn.Identity()
         self.table = nn.Embedding(cfg.window, cfg.width) if cfg.positions == "learned" else None
         self.layers = nn.ModuleList(GptLayer(cfg) for _ in range(cfg.layers))
         self.norm = nn.LayerNorm(cfg.width)
@@ -151,7 +153,7 @@ class GptCore(Core):
             nn.init.normal_(self.table.weight, std=0.02)  # what is seen must not drown in the positions
 
     def initial_state(self, batch_size: int) -> State:
-        weight = self.project.weight
+        weight = self.norm.weight
         rings = (weight.new_zeros(batch_size, self.slots, self.width) for _ in range(2 * len(self.layers)))
         return *rings, torch.zeros(batch_size, dtype=torch.int64, device=weight.device)
 
@@ -249,6 +251,8 @@ class Gpt:
     """how a row knows its place: sine (added to the input), rotary, or a learned table of window entries"""
     dropout: float = 0.0
     """while learning; never while acting or in targets"""
+    project: bool = True
+    """bring the input to the width first; without it the input must be as wide"""
     weight_std: float | None = None
     """of the layers' first weights; None: one over the root of their inputs, 0.02: GPT-2's, made for wide layers"""
 

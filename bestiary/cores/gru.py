@@ -15,6 +15,8 @@ class Gru(Gated):
 
     def build(self, input_width: int) -> Core:
         core = GatedCore(nn.GRU(input_width, self.hidden or input_width, self.layers), 1, self.bptt)
+        if self.init == "orthogonal":
+            core.orthogonal()
         if self.chrono is not None:
             with torch.no_grad():
                 for from_input, from_itself in core.biases():

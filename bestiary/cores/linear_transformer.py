@@ -12,9 +12,11 @@ from bestiary.types import State
 
 
 class LinearTransformerLayer(FastLayer):
+    rule = "linear_transformer"
+
     def __init__(self, cfg: "LinearTransformer") -> None:
         super().__init__(cfg, per_head=3 * cfg.lanes)
-        self.phi: FeatureMap = cfg.feature_map
+        self.phi = cfg.feature_map
 
     def remember(self, asked: Tensor, is_first: Tensor, memory: State) -> tuple[Tensor, State]:
         y, W = fastweights.linear_transformer(asked, is_first, memory[0], self.phi, self.bptt)

@@ -13,10 +13,12 @@ from bestiary.types import State
 
 
 class RecurrentDeltaNetLayer(FastLayer):
+    rule = "recurrent_delta_net"
+
     def __init__(self, cfg: "RecurrentDeltaNet") -> None:
         H, D = cfg.heads, cfg.lanes
         super().__init__(cfg, per_head=3 * D + 1, strengths=1, beta_bias=cfg.beta_bias)
-        self.phi: FeatureMap = cfg.feature_map
+        self.phi = cfg.feature_map
         self.heard_q, self.heard_k, self.heard_v = (nn.Parameter(torch.randn(H, D, D) / D**0.5) for _ in range(3))
         self.heard_beta = nn.Parameter(torch.randn(H, D) / D**0.5)
 
@@ -28,6 +30,9 @@ class RecurrentDeltaNetLayer(FastLayer):
         W, last = memory
         y, W = fastweights.recurrent_delta_net(asked, heard, is_first, W, last, self.phi, self.bptt)
         return y, (W, y[-1])
+
+    def own_weights(self) -> tuple[Tensor, ...]:
+        return self.heard_q, self.heard_k, self.heard_v, self.heard_beta
 
     def told(self, asked: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         q, k, _, beta = asked.split([self.lanes, self.lanes, self.lanes, 1], -1)

@@ -1,8 +1,24 @@
 """What every environment family promises."""
 
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 from bestiary.envs.world import World
+
+
+class References(NamedTuple):
+    """Between which figures a result lies: what can be had at all, and what can be had without memory."""
+
+    metric: str  # "score" or "success": which figure is meant
+    optimal: float
+    memoryless: float
+
+    def __str__(self) -> str:
+        return f"{self.metric}: optimal {round(self.optimal, 3)}, without memory {round(self.memoryless, 3)}"
+
+
+def references(env: Any) -> References | None:
+    """Of an environment's settings; None where nothing is known."""
+    return getattr(env, "references", None)
 
 
 class EnvConfig(Protocol):

@@ -10,6 +10,7 @@ from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
 from bestiary.envs.world import Raw, World
+from bestiary.errors import UserError
 from bestiary.seeding import derive, hash64
 from bestiary.types import Snapshot, Spec
 
@@ -24,8 +25,12 @@ class BatchedEnv(VectorEnv):
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP, "render_modes": []}
     state_fields: tuple[str, ...]
+    horizon: int | None = None  # moves of the longest episode, where that is known
 
     def __init__(self, num_envs: int = 1, render_mode: str | None = None) -> None:
+        modes = self.metadata["render_modes"]
+        if render_mode is not None and render_mode not in modes:
+            raise UserError(f"render_mode={render_mode!r} must be {' or '.join(map(repr, [*modes, None]))}")
         self.num_envs = num_envs
         self.render_mode = render_mode
         self.observation_space = batch_space(self.single_observation_space, num_envs)
@@ -55,7 +60,7 @@ class BatchedEnv(VectorEnv):
     ) -> tuple[NDArray[Any], dict[str, Any]]:
         if seed is not None:
             seeds = [seed + i for i in range(self.num_envs)] if isinstance(seed, int) else seed
-            self._key = hash64(np.array(seeds, np.uint64), 0)
+            self._key[:] = hash64(np.array(seeds, np.uint64), 0)
             self._episode[:] = 0
         else:
             self._episode += 1
@@ -74,6 +79,28 @@ class BatchedEnv(VectorEnv):
         self._ended = terminated | truncated
         return self._observe(), reward, terminated, truncated, {}
 
+    def step_into(
+        self,
+        actions: NDArray[Any],
+        obs: NDArray[Any],
+        reward: NDArray[Any],
+        terminated: NDArray[np.bool_],
+        truncated: NDArray[np.bool_],
+    ) -> NDArray[np.bool_] | None:
+        """`step` into arrays that are there already; returns who succeeded, where that is known."""
+        obs[:], reward[:], terminated[:], truncated[:], info = self.step(actions)
+        return info.get("success")
+
+    def _picture(self, slot: int) -> NDArray[np.uint8]:
+        """What a spectator sees of one environment, [height, width, RGB]."""
+        raise NotImplementedError
+
+    def render(self) -> tuple[NDArray[np.uint8], ...] | None:
+        if self.render_mode is None:
+            gym.logger.warn('there is nothing to render without render_mode="rgb_array" when the environment is made')
+            return None
+        return tuple(self._picture(slot) for slot in range(self.num_envs))
+
     def state_dict(self) -> Snapshot:
         fields = ("_key", "_episode", "_ended", *self.state_fields)
         return {name: getattr(self, name).tolist() for name in fields}
@@ -86,22 +113,27 @@ class BatchedEnv(VectorEnv):
 class SingleEnv(gym.Env):
     """A batched environment of one, for `gymnasium.make`."""
 
-    metadata = {"render_modes": []}
-
     def __init__(self, batched: BatchedEnv) -> None:
         self.batched = batched
+        self.metadata = {k: v for k, v in batched.metadata.items() if k != "autoreset_mode"}
         self.observation_space = batched.single_observation_space
         self.action_space = batched.single_action_space
         self.render_mode = batched.render_mode
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
-        obs, info = self.batched.reset(seed=seed, options=options)
+        of_one = {name: np.asarray(value)[None] for name, value in (options or {}).items()}
+        obs, info = self.batched.reset(seed=seed, options=of_one)
         return obs[0], info
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         obs, reward, terminated, truncated, info = self.batched.step(np.array([action]))
-        return obs[0], float(reward[0]), bool(terminated[0]), bool(truncated[0]), info
+        told = {name: values[0].item() for name, values in info.items() if not name.startswith("_")}
+        return obs[0], float(reward[0]), bool(terminated[0]), bool(truncated[0]), told
+
+    def render(self) -> NDArray[np.uint8] | None:  # type: ignore[override]
+        frames = self.batched.render()
+        return None if frames is None else frames[0]
 
 
 class BatchedWorld(World):
@@ -112,7 +144,8 @@ class BatchedWorld(World):
         assert isinstance(space, gym.spaces.Box) and space.shape is not None
         assert isinstance(env.single_action_space, gym.spaces.Discrete)
         dtype = torch.uint8 if space.dtype == np.uint8 else torch.float32
-        super().__init__(Spec(name, space.shape, dtype, int(env.single_action_space.n)), env.num_envs)
+        actions = int(env.single_action_space.n)
+        super().__init__(Spec(name, space.shape, dtype, actions, horizon=env.horizon), env.num_envs)
         self.env = env
         self.seeds = [derive(seed, stream, slot) for slot in range(env.num_envs)]
 
@@ -122,9 +155,9 @@ class BatchedWorld(World):
         return Raw(obs, np.zeros(self.num_envs), none, none, ~none)
 
     def _advance(self, action: NDArray[np.int64]) -> Raw:
-        first = self.env._ended
-        obs, reward, terminated, truncated, _ = self.env.step(action)
-        return Raw(obs, reward, terminated, truncated, first)
+        first = self.env._ended.copy()
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        return Raw(obs, reward, terminated, truncated, first, success=info.get("success"))
 
     def _save(self) -> Snapshot:
         return self.env.state_dict()

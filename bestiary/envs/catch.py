@@ -23,7 +23,7 @@ class CatchEnv(BatchedEnv):
     def __init__(self, num_envs: int = 1, rows: int = 10, columns: int = 5, render_mode: str | None = None) -> None:
         if rows < 2 or columns < 2:
             raise UserError(f"catch needs a board of at least 2x2, not {rows}x{columns}")
-        self.rows, self.columns = rows, columns
+        self.rows, self.columns, self.horizon = rows, columns, rows - 1
         self.single_observation_space = Box(0, 255, (1, rows, columns), np.uint8)
         self.single_action_space = Discrete(3)
         self.ball_row, self.ball_col, self.paddle = np.zeros((3, num_envs), np.int64)

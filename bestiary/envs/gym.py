@@ -83,7 +83,8 @@ def probe(cfg: "Gym") -> tuple[Spec, bool]:
     last = is_image and obs.shape[-1] in (1, 3, 4)
     shape = (obs.shape[2], *obs.shape[:2]) if last else obs.shape
     dtype = torch.uint8 if obs.dtype == np.uint8 else torch.float32
-    return Spec(cfg.id, tuple(shape), dtype, int(actions.n)), last
+    horizon = None if env.spec is None else env.spec.max_episode_steps
+    return Spec(cfg.id, tuple(shape), dtype, int(actions.n), horizon=horizon), last
 
 
 class GymWorld(World):

@@ -7,6 +7,7 @@ import numpy as np
 from gymnasium.spaces import Box, Discrete
 from numpy.typing import NDArray
 
+from bestiary.envs.base import References
 from bestiary.envs.batched import BatchedEnv, BatchedWorld
 from bestiary.envs.world import World
 from bestiary.errors import UserError
@@ -24,7 +25,7 @@ class RecallEnv(BatchedEnv):
     def __init__(self, num_envs: int = 1, delay: int = 10, cues: int = 4, render_mode: str | None = None) -> None:
         if delay < 1 or cues < 2:
             raise UserError(f"recall needs a delay of at least 1 and at least 2 cues, not {delay} and {cues}")
-        self.delay, self.cues = delay, cues
+        self.delay, self.cues, self.horizon = delay, cues, delay + 1
         self.single_observation_space = Box(0.0, 1.0, (cues + 1,), np.float32)
         self.single_action_space = Discrete(cues)
         self.cue = np.zeros(num_envs, np.int64)
@@ -57,6 +58,10 @@ class Recall:
 
     def __post_init__(self) -> None:
         RecallEnv(1, self.delay, self.cues)  # refuses what it cannot be
+
+    @property
+    def references(self) -> References:
+        return References("score", 1.0, 1 / self.cues)
 
     def make(self, num_envs: int, seed: int, stream: int, threads: int) -> World:
         return BatchedWorld("Recall", RecallEnv(num_envs, self.delay, self.cues), seed, stream)

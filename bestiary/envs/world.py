@@ -18,6 +18,7 @@ class Raw(NamedTuple):
     truncated: NDArray[np.bool_]
     is_first: NDArray[np.bool_]
     lives: NDArray[Any] | None = None
+    success: NDArray[np.bool_] | None = None  # told with the rows that end an episode, where there is such a thing
 
 
 class World:
@@ -38,6 +39,7 @@ class World:
         self._truncated = np.zeros(num_envs, bool)
         self._past_lives: list[list[float]] = [[] for _ in range(num_envs)]
         self._lives: NDArray[Any] | None = None
+        self._success: NDArray[np.bool_] | None = None
 
     # -- backend ---------------------------------------------------------------------------------
 
@@ -63,11 +65,16 @@ class World:
         raw = self._start()
         self._open_books(np.ones(self.num_envs, bool))
         self._lives = None if raw.lives is None else raw.lives.copy()
+        self._success = None
         return self._row(raw, np.zeros(self.num_envs, np.int64))
 
     def step(self, action: torch.Tensor) -> tuple[TimeStep, list[Episode]]:
         moved = action.cpu().numpy()
         raw = self._advance(moved)
+        return self._row(raw, moved), self.settle(raw)
+
+    def settle(self, raw: Raw) -> list[Episode]:
+        """Enter a row into the books; the episodes that were over before it."""
         episodes = [self._close_book(int(slot)) for slot in np.flatnonzero(raw.is_first)]
         self._open_books(raw.is_first)
 
@@ -77,13 +84,22 @@ class World:
         self._steps += going
         self._life_steps += going
         self._truncated = raw.truncated & going
+        self._success = raw.success
         if raw.lives is not None:
             assert self._lives is not None
             for slot in np.flatnonzero(going & (raw.lives < self._lives)):
                 self._past_lives[slot].append(float(self._life[slot]))
                 self._life[slot] = self._life_steps[slot] = 0
             self._lives = raw.lives.copy()
-        return self._row(raw, moved), episodes
+        return episodes
+
+    def settle_quiet(self, reward: NDArray[Any], last: Raw) -> None:
+        """Enter rows [n, B] in which no episode begins; `last` is the latest of them. There are no lives here."""
+        for book in (self._score, self._life):
+            book[:] = np.cumsum(np.concatenate([book[None], reward]), 0)[-1]  # one after the other, as rows come
+        self._steps += len(reward)
+        self._life_steps += len(reward)
+        self._truncated, self._success = last.truncated, last.success
 
     def _row(self, raw: Raw, action: NDArray[np.int64]) -> TimeStep:
         going = ~raw.is_first
@@ -115,6 +131,7 @@ class World:
             frames=steps * self.spec.frames_per_step,
             lives=tuple(lives),
             truncated=bool(self._truncated[slot]),
+            success=None if self._success is None else bool(self._success[slot]),
         )
 
     # -- checkpoints -------------------------------------------------------------------------------
@@ -128,6 +145,7 @@ class World:
             "truncated": self._truncated.tolist(),
             "past_lives": [list(x) for x in self._past_lives],
             "lives": None if self._lives is None else self._lives.tolist(),
+            "success": None if self._success is None else self._success.tolist(),
             "backend": self._save(),
         }
 
@@ -140,3 +158,5 @@ class World:
         self._truncated = np.array(state["truncated"], bool)
         self._past_lives = [list(x) for x in state["past_lives"]]
         self._lives = None if state["lives"] is None else np.array(state["lives"])
+        success = state.get("success")  # not in checkpoints of 0.1
+        self._success = None if success is None else np.array(success, bool)

@@ -25,6 +25,13 @@ def sample(logits: Tensor, rng: torch.Generator) -> Tensor:
     return (pi / torch.empty_like(pi).exponential_(generator=rng)).argmax(-1)
 
 
+def epsilon_greedy(q: Tensor, epsilon: Tensor, rng: torch.Generator) -> Tensor:
+    """The best of [B, A], or with probability epsilon [B] any action."""
+    lots = torch.rand(2, len(q), generator=rng, device=q.device)
+    anything = (lots[0] * q.shape[-1]).long()
+    return torch.where(lots[1] < epsilon, anything, q.argmax(-1))
+
+
 def clip_reward(reward: Tensor, mode: RewardClip) -> Tensor:
     """abs_one: clamp to [-1, 1]. soft_asymmetric: squash, and mind losses less (IMPALA's DMLab runs)."""
     if mode == "abs_one":

@@ -49,3 +49,22 @@ def vtrace(
 
     next_target = torch.cat([targets[1:], bootstrap[None]])
     return VTrace(targets, pg_clipped * (reward + discount * next_target - value))
+
+
+@torch.no_grad()
+def watkins(
+    reward: Tensor, discount: Tensor, valid: Tensor, next_value: Tensor, greedy: Tensor, trace_decay: float
+) -> Tensor:
+    """Watkins's Q(lambda): targets of the moves of a chunk, [T, B].
+
+    next_value: [T, B], the value of the row each move leads to; greedy: [T, B], whether the action there was the best.
+    What lies behind an action that was not the best says nothing of the best, so the trace is cut there. It is cut as
+    well where the row led to is the last of its episode or of the chunk.
+    """
+    target, targets = next_value[-1], []
+    ahead = torch.cat([valid[1:] & greedy[:-1], torch.zeros_like(valid[:1])])
+    keep = trace_decay * ahead.to(next_value.dtype)
+    for r, gamma, v, k in zip(*(x.flip(0).unbind() for x in (reward, discount, next_value, keep)), strict=True):
+        target = r + gamma * torch.lerp(v, target, k)
+        targets.append(target)
+    return torch.stack(targets).flip(0)

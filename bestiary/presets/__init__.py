@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from bestiary.errors import UserError
+from bestiary.presets.budgets import MEMORY_RL
 from bestiary.suggest import did_you_mean
 
 if TYPE_CHECKING:
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 # name -> (module, what it is); kept here so that listing and completing names costs no import
 PRESETS: dict[str, tuple[str, str]] = {
     "recall": ("small", "IMPALA + LSTM remembers a cue for ten steps: two minutes on two cores"),
+    "tmaze": ("memory_rl", "DQN + Delta Net remembers a cue along a corridor of fifty cells: seconds"),
     "catch": ("small", "IMPALA on Catch, the smallest task with pictures: seconds"),
     "cartpole": ("small", "IMPALA on CartPole-v1, or any Gymnasium id with --env.id"),
     "pong": ("small", "IMPALA on Pong (or any Atari game) with settings for a small machine"),
@@ -27,6 +29,16 @@ PRESETS: dict[str, tuple[str, str]] = {
     "rfwp-delta-net": ("recurrent_fwp", "the same with a Delta Net"),
     "rfwp-rdn": ("recurrent_fwp", "the same with a Recurrent Delta Net"),
     "rfwp-delta-rnn": ("recurrent_fwp", "the same with a Delta RNN"),
+    **{
+        f"{task}-{length}-{memory}": (
+            "memory_rl",
+            f"the memory-RL reference: {algo} + {memory.upper()}, {n:,} episodes",
+        )
+        for task, lengths in MEMORY_RL.items()
+        for length, n in lengths.items()
+        for memory in ("lstm", "gpt")
+        for algo in ("DQN" if task.startswith("tmaze") else "SAC-Discrete",)
+    },
 }
 
 

@@ -55,6 +55,9 @@ class FifoReplay:
     def full(self) -> bool:
         return self.size >= self.cfg.capacity
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
     def state_dict(self) -> Snapshot:
         # NamedTuples are not among the types a safe checkpoint may hold: plain tuples are
         return {"waiting": [(tuple(t.step), *t[1:]) for t in self.waiting]}
@@ -82,5 +85,5 @@ class Fifo:
                 f"lower --algo.batch-size to {self.capacity}, or raise --runtime.envs or --algo.queue"
             )
 
-    def build(self) -> FifoReplay:
+    def build(self, seed: int = 0) -> FifoReplay:
         return FifoReplay(self)

@@ -52,7 +52,7 @@ class LocalRuntime:
             agent = experiment.algo.agent(self.spec, experiment.net, experiment.core).to(self.device)
             total_steps = experiment.frames // self.spec.frames_per_step
             self.learner = experiment.algo.learner(agent, max(1, total_steps))
-            self.replay = experiment.algo.replay(runtime.envs).build()
+            self.replay = experiment.algo.replay(runtime.envs).build(experiment.seed)
             self._build_actor()
         except BaseException:
             self.close()
@@ -67,7 +67,9 @@ class LocalRuntime:
     def _build_actor(self) -> None:
         e = self.experiment
         agent = copy.deepcopy(self.learner.agent)
-        self.actor = Actor(self.world, agent, e.algo.unroll, derive(e.seed, ACTIONS, self.resumes), self.device)
+        self.explorer = e.algo.explorer(e.runtime.envs)
+        seed = derive(e.seed, ACTIONS, self.resumes)
+        self.actor = Actor(self.world, agent, self.explorer, e.algo.unroll, seed, self.device)
 
     def __iter__(self) -> Iterator[Progress]:
         while self.frames < self.experiment.frames:
@@ -77,7 +79,11 @@ class LocalRuntime:
             means = Means()
             while (batch := self.replay.sample()) is not None:
                 self._update(batch, means)
-            yield Progress(self.frames, self.steps, self.learner.updates, episodes, means.take())
+            yield Progress(self.frames, self.steps, self.learner.updates, episodes, self._told(means))
+
+    def _told(self, means: Means) -> dict[str, float]:
+        learnt = means.take()
+        return learnt | self.replay.metrics() if learnt else {}
 
     def _add(self, trajectory: Trajectory) -> None:
         rows, streams = trajectory.action.shape
@@ -105,8 +111,11 @@ class LocalRuntime:
             "rng": torch.get_rng_state(),
             "learner": self.learner.state_dict(),
         }
-        if at_rest and self.exact:
-            state |= {"replay": self.replay.state_dict(), "actor": self.actor.state_dict()}
+        if at_rest:
+            state["replay"] = self.replay.state_dict()
+            # what has been seen counts in new episodes too
+            explorer = {"explorer": self.explorer.state_dict()}
+            state["actor"] = self.actor.state_dict() if self.exact else explorer
         return state
 
     def load_state_dict(self, weights: dict[str, torch.Tensor], state: Snapshot) -> None:
@@ -115,13 +124,15 @@ class LocalRuntime:
         self.steps = state["steps"]
         self.frames = self.steps * self.spec.frames_per_step
         self.resumes = state["resumes"] + 1
-        if self.can_continue(state):
+        if "replay" in state:
             self.replay.load_state_dict(state["replay"])
+        if self.can_continue(state):
             self.actor.load_state_dict(state["actor"])
         else:  # fresh episodes, on seeds not yet used
             self.world.close()
             self._build_world()
             self._build_actor()
+            self.explorer.load_state_dict(state.get("actor", {}).get("explorer", {}))
         self.actor.load(self.learner.agent.state_dict(), self.learner.updates)
         torch.set_rng_state(state["rng"])
 

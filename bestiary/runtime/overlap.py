@@ -1,5 +1,6 @@
 """Acting and learning at the same time, in two threads that meet at the replay."""
 
+import copy
 import threading
 from collections.abc import Iterator
 
@@ -7,7 +8,7 @@ import torch
 
 from bestiary.experiment import Experiment
 from bestiary.runtime.local import LocalRuntime, Means
-from bestiary.types import Batch, Episode, Progress
+from bestiary.types import Batch, Episode, Progress, Snapshot
 
 
 class OverlapRuntime(LocalRuntime):
@@ -44,7 +45,7 @@ class OverlapRuntime(LocalRuntime):
                     with self.changed:
                         episodes, self.episodes = self.episodes, []
                         self.told, frames = self.steps, self.frames
-                    yield Progress(frames, self.told, self.learner.updates, episodes, means.take())
+                    yield Progress(frames, self.told, self.learner.updates, episodes, self._told(means))
         finally:
             self._join()
 
@@ -59,6 +60,10 @@ class OverlapRuntime(LocalRuntime):
             if self.failure:
                 raise self.failure
             return batch
+
+    def state_dict(self, at_rest: bool = True) -> Snapshot:
+        with self.changed:
+            return copy.deepcopy(super().state_dict(at_rest))  # the actor goes on writing into the replay
 
     def _publish(self) -> None:
         weights = {k: v.detach().clone() for k, v in self.learner.agent.state_dict().items()}

@@ -1,0 +1,59 @@
+"""Deep Q-networks with a memory: learn what actions are worth from everything remembered (Mnih et al. 2015)."""
+
+from dataclasses import dataclass
+
+import torch
+
+from bestiary.algos.base import Agent
+from bestiary.algos.off_policy import per_horizon
+from bestiary.algos.q_learning import QAgent, QLearner, QLearning
+from bestiary.cores.base import CoreConfig
+from bestiary.exploration import Explorer, Fixed, Novelty
+from bestiary.nets import Net
+from bestiary.types import Spec
+
+
+class DqnLearner(QLearner):
+    """Explores less and less: linearly, over the first part of the budget."""
+
+    def __init__(self, cfg: "Dqn", agent: QAgent, total_steps: int) -> None:
+        super().__init__(cfg, agent)
+        self.first = cfg.epsilon_first
+        self.last = per_horizon(agent.spec, "epsilon-last") if cfg.epsilon_last is None else cfg.epsilon_last
+        self.until = max(1.0, cfg.epsilon_fraction * total_steps * cfg.ratio)  # updates
+
+    def epsilon(self) -> float:
+        return self.first + (self.last - self.first) * min(1.0, self.updates / self.until)
+
+
+@dataclass(frozen=True)
+class Dqn(QLearning):
+    """Q-learning from uniform replay, double and with a slow target; on windows or whole episodes."""
+
+    epsilon_first: float = 1.0
+    epsilon_last: float | None = None
+    """None: one over the longest episode"""
+    epsilon_fraction: float = 0.1
+    """of the budget, over which exploration falls"""
+    novelty: float | None = None
+    """explore at least with this number over a power of how often the like was seen; None: no counting"""
+    novelty_power: float = 0.5
+    """1/2: curiosity lasts; 1: it soon fades, as long episodes need"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_shares("epsilon_first", "epsilon_last", "epsilon_fraction", "novelty_power")
+        self.check_positive("novelty")
+
+    def explorer(self, num_envs: int) -> Explorer:
+        return Fixed(torch.zeros(num_envs)) if self.novelty is None else Novelty(self.novelty, self.novelty_power)
+
+    def agent(self, spec: Spec, net: Net, core: CoreConfig) -> QAgent:
+        self.check_fits(spec)
+        agent = QAgent(spec, net, core, self.head)
+        agent.epsilon.fill_(self.epsilon_first)
+        return agent
+
+    def learner(self, agent: Agent, total_steps: int) -> DqnLearner:
+        assert isinstance(agent, QAgent)
+        return DqnLearner(self, agent, total_steps)

@@ -1,0 +1,62 @@
+"""bestiary reproduce FIGURE: a published figure, from its runs to its picture."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from bestiary.commands.parse import parse
+from bestiary.curves import Statistic
+from bestiary.errors import UserError
+from bestiary.reproduce import Scale, clock, estimate, make, picture, plan
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Plan a figure's runs, make the missing ones, draw. Run it again to go on where it was stopped."""
+
+    figure: Annotated[str, tyro.conf.Positional]
+    """memory-rl/fig3 (memory) or memory-rl/fig6 (credit assignment)"""
+    scale: Scale = "small"
+    """small: short tasks and small networks, minutes; paper: its settings, lengths and budgets, days"""
+    seeds: int = 3
+    cores: tuple[str, ...] = ()
+    """memories to compare; none named: a few (small) or the paper's two"""
+    aggregate: Statistic = "mean"
+    """over seeds; iqm: mean of the middle half"""
+    jobs: int | None = None
+    """runs at a time; None: one per processor core"""
+    plan: bool = False
+    """only say what would be run and how long it would take"""
+    out: Path | None = None
+    """where runs and pictures go; None: runs/reproduce/FIGURE-SCALE"""
+
+
+def main(args: list[str]) -> int:
+    cfg = parse(Settings, args, "bestiary reproduce")
+    from bestiary.machine import cores
+
+    workers = cfg.jobs or cores()
+    if workers < 1:
+        raise UserError(f"jobs={workers} must be at least 1")
+    root = cfg.out or Path("runs/reproduce") / f"{cfg.figure.replace('/', '-')}-{cfg.scale}"
+    jobs = plan(cfg.figure, cfg.scale, cfg.seeds, cfg.cores, root)
+    missing = [job for job in jobs if not job.finished]
+    print(
+        f"{len(jobs)} runs, {len(jobs) - len(missing)} of them finished; measuring this machine's speed ...", flush=True
+    )
+    seconds = estimate(missing, root)
+    total = sum(seconds[job.kind] for job in missing)
+    print(f"{len(missing)} to go: about {clock(total / workers)} with {workers} at a time", flush=True)
+    if cfg.plan:
+        for job in missing:
+            print(f"  {job.name}: {job.experiment.frames:,} frames, {clock(seconds[job.kind])}")
+        return 0
+    problems = make(jobs, workers, lambda text: print(text, flush=True), seconds)
+    if any(job.finished for job in jobs):
+        files = picture(jobs, cfg.figure, root / "figure", cfg.aggregate)
+        print(f"written to {', '.join(map(str, files))}")
+    if problems:
+        raise UserError(f"{len(problems)} runs did not finish, the first: {problems[0]}; run this again to go on")
+    return 0

@@ -1,0 +1,119 @@
+"""Unrolls without PyTorch in the loop: for small networks on batched environments.
+
+The actor asks once whether its world and agent allow it. The same rows come out as from the ordinary loop: the same
+random numbers choose among the same values, up to rounding.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from bestiary import tape
+from bestiary.envs.batched import BatchedWorld
+from bestiary.envs.world import Raw
+from bestiary.exploration import Fixed, Novelty
+from bestiary.types import Episode, TimeStep, Trajectory
+
+if TYPE_CHECKING:
+    from bestiary.actor import Actor
+
+NONE = np.zeros(0, bool)
+NOTHING = Raw(NONE, NONE, NONE, NONE, NONE)
+SMALL = 200_000  # weights: above, matrix products over all environments at once are faster
+
+
+class Fused:
+    """What an actor needs to unroll in compiled code, made from its agent and world."""
+
+    def __init__(self, actor: "Actor", world: BatchedWorld, program: tape.Tape, at: int) -> None:
+        self.actor, self.world = actor, world
+        self.program, self.at = program, at
+        self.code = program.finish()
+        self.desk = np.zeros(program.desk_size, np.float32)
+        self.version = -1
+        self.weights = np.zeros(0, np.float32)
+        self.scale = np.float32(1 / 255 if world.spec.obs_dtype == torch.uint8 else 1)
+        explorer = actor.explorer
+        self.keeps = actor.agent.keeps
+        self.samples = explorer is not None and actor.agent.picks == "sample"
+        self.counts, self.novelty, self.power = np.zeros(0, np.int64), 0.0, 0.0
+        self.odd = np.zeros(1, np.uint64)
+        if isinstance(explorer, Novelty):
+            self.counts, self.novelty, self.power = explorer.counts, explorer.scale, explorer.power
+            self.odd = explorer.numbers(int(np.prod(world.spec.obs_shape)))
+
+    def unroll(self, length: int) -> tuple[Trajectory, list[Episode]]:
+        """What `Actor.unroll` does once its first row is there."""
+        actor, env = self.actor, self.world.env
+        assert actor.row is not None
+        if self.version != actor.version:
+            self.weights, self.version = self.program.load(), actor.version
+        B, A = self.world.num_envs, self.world.spec.num_actions
+        T, row = length + 1, actor.row
+        opening = row[0].obs.numpy()
+        obs = np.empty((T, *opening.shape), opening.dtype)
+        reward, action = np.zeros((T, B)), np.zeros((T, B), np.int64)
+        terminated, truncated, first = np.zeros((3, T, B), bool)
+        prev, answer = np.zeros((T, B), np.int64), np.zeros((T, B, A), np.float32)
+        obs[0], action[0] = opening, row[1].numpy()
+        if self.keeps:
+            answer[0] = row[2][self.keeps].numpy()
+
+        # the numbers the ordinary loop would draw, row by row
+        epsilon = np.float32(0)
+        if actor.explorer is None:
+            lots = np.ones((length, 2, B), np.float32)
+        elif self.samples:
+            lots = torch.empty(length, B, A).exponential_(generator=actor.rng).numpy()
+        else:
+            lots = torch.rand(length, 2, B, generator=actor.rng).numpy()
+            epsilon = np.float32(actor.agent.epsilon)  # type: ignore
+        memory = tape.flatten(actor.after, B)
+        before, flat, episodes = memory, obs.reshape(T, B, -1), []
+        settled, raw = 1, NOTHING  # rows before this one are in the books
+        for t in range(1, T):
+            first[t] = env._ended
+            if settled < t and first[t].any():
+                self.world.settle_quiet(reward[settled:t], raw)
+            success = env.step_into(action[t - 1], obs[t], reward[t], terminated[t], truncated[t])
+            prev[t] = np.where(first[t], 0, action[t - 1])
+            if t == length:
+                before = memory.copy()
+            tape.act(
+                self.code, self.weights, self.desk, memory, flat[t], self.scale, reward[t], first[t], prev[t],
+                answer[t], self.at, lots[t - 1], epsilon, self.counts, self.novelty, self.power, self.odd,
+                self.samples, action[t],
+            )  # fmt: skip
+            raw = Raw(obs[t], reward[t], terminated[t], truncated[t], first[t], success=success)
+            if first[t].any():
+                episodes += self.world.settle(raw)
+                settled = t + 1
+        if settled < T:
+            self.world.settle_quiet(reward[settled:], raw)
+
+        shown = TimeStep(*(torch.from_numpy(x) for x in (obs, prev, reward.astype(np.float32), first, terminated)))
+        for whole, opened in zip(shown, row[0], strict=True):
+            whole[0] = opened
+        aux = {self.keeps: torch.from_numpy(answer)} if self.keeps else {}
+        actions = torch.from_numpy(action)
+        start = actor.before
+        last = TimeStep(*(x[-1] for x in shown))
+        actor.row = (last, actions[-1], {k: v[-1] for k, v in aux.items()})
+        actor.before, actor.after = tape.unflatten(before, start), tape.unflatten(memory, start)
+        version = torch.full((B,), actor.version)
+        return Trajectory(shown, actions, aux, start, version), episodes
+
+
+def fused(actor: "Actor") -> Fused | None:
+    """A compiled unroll for this actor, if its parts have one."""
+    world, spec = actor.world, actor.world.spec
+    if actor.device.type != "cpu" or not isinstance(world, BatchedWorld):
+        return None
+    if not isinstance(actor.explorer, Fixed | Novelty | None):
+        return None
+    if sum(p.numel() for p in actor.agent.parameters()) > SMALL:
+        return None
+    program = tape.Tape(spec)
+    at = actor.agent.write(program)
+    return None if at is None else Fused(actor, world, program, at)

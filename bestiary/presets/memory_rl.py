@@ -1,0 +1,208 @@
+"""Ni et al. 2023, When Do Transformers Shine in RL?: every task, length and budget of its figures 3 and 6.
+
+Its budgets are episodes; the row that opens an episode counts as a frame here, so frames are episodes x (horizon + 1).
+It played one environment and made a quarter of an update per step; several are played here, at the same ratio. Its
+dropout was also active while acting and in targets; here it never is.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from bestiary.algos import Dqn, SacDiscrete
+from bestiary.cores import CoreConfig, DeltaNet, DeltaRnn, Ff, Gpt, Gru, LinearTransformer, Lstm, RecurrentDeltaNet
+from bestiary.envs import KeyToDoor, TMaze, VisualMatch
+from bestiary.experiment import Evaluation, Experiment
+from bestiary.nets import Mlp, Net, SmallCnn
+from bestiary.optim import Adam
+from bestiary.presets.budgets import MEMORY_RL
+from bestiary.runtime import Local
+
+WARMUP = 10  # episodes
+ENVS = 10  # so that the first round is the warm-up
+
+
+def lstm(layers: int) -> Lstm:
+    return Lstm(hidden=128, layers=layers, init="orthogonal")  # biases of zero
+
+
+def gpt(width: int, layers: int, heads: int, horizon: int) -> Gpt:
+    # the input is as wide as the core; GPT-2's first weights
+    return Gpt(width, layers, heads, window=horizon + 1, dropout=0.1, project=False, weight_std=0.02)
+
+
+def dqn(env: TMaze, horizon: int, episodes: int, core: CoreConfig, units: tuple[int, int]) -> Experiment:
+    return Experiment(
+        env=env,
+        algo=Dqn(
+            unroll=horizon + 1,  # one episode
+            batch_size=64,  # whole episodes
+            capacity=max(1_000_000, 1000 * horizon),
+            warmup=WARMUP * horizon,
+            ratio=0.25,
+            discount=0.99,
+            tau=0.005,
+            epsilon_fraction=0.1,  # from 1 to one over the horizon
+            head=(256, 256),
+            optimizer=Adam(lr=3e-4),
+        ),
+        core=core,
+        net=Net(encoder=Mlp(hidden_size=units[0]), action_units=units[1], prev_reward=False),
+        runtime=Local(envs=ENVS),
+        frames=(WARMUP + episodes) * (horizon + 1),
+        evaluation=Evaluation(every=episodes // 50 * (horizon + 1), episodes=100),  # it: 10 episodes every 10
+    )
+
+
+def sac(env: VisualMatch | KeyToDoor, horizon: int, episodes: int, core: CoreConfig) -> Experiment:
+    return Experiment(
+        env=env,
+        algo=SacDiscrete(
+            unroll=horizon + 1,  # one episode
+            batch_size=64,  # whole episodes
+            capacity=max(1_000_000, 1000 * horizon),
+            warmup=WARMUP * horizon,
+            ratio=0.25,
+            discount=0.99,
+            tau=0.005,
+            temperature=0.1,
+            shared_encoder=True,
+            freeze_critic=True,
+            head=(256, 256),
+            optimizer=Adam(lr=3e-4),
+        ),
+        core=core,
+        net=Net(encoder=SmallCnn(hidden_size=100), prev_action=False, prev_reward=False),
+        runtime=Local(envs=ENVS),
+        frames=(WARMUP + episodes) * (horizon + 1),
+        evaluation=Evaluation(every=episodes // 50 * (horizon + 1), episodes=100),  # it: 20 episodes every 50
+    )
+
+
+def experiment(task: str, length: int, memory: str, seed: int = 0) -> Experiment:
+    """A task of the paper at one of its lengths, with the settings its commands give to each memory."""
+    return replace(_published(task, length, memory), seed=seed)
+
+
+def _published(task: str, length: int, memory: str) -> Experiment:
+    episodes = MEMORY_RL[task][length]
+    if task in ("tmaze-passive", "tmaze-active"):
+        active = task == "tmaze-active"
+        horizon = length + (3 if active else 1)
+        if memory == "lstm":
+            return dqn(TMaze(length, active), horizon, episodes, lstm(layers=1), units=(32, 16))
+        depth = 2 if active else 1  # layers and heads
+        return dqn(TMaze(length, active), horizon, episodes, gpt(128, depth, depth, horizon), units=(64, 64))
+    if task == "visual-match":
+        env, horizon = VisualMatch(length), length + 30
+        # one layer everywhere, also where a published command for Key-to-Door names this task by mistake
+        core = lstm(layers=1) if memory == "lstm" else gpt(100, 1, 1, horizon)
+    else:
+        env, horizon = KeyToDoor(length), length + 25
+        core = lstm(layers=2) if memory == "lstm" else gpt(100, 2, 2, horizon)
+    return sac(env, horizon, episodes, core)
+
+
+# -- quick answers on a laptop: small memories, larger steps, fewer of them ------------------------------------------
+
+SMALL: dict[str, Any] = {"width": 32, "layers": 1, "heads": 4, "feedforward": 64}
+# keys of length one, written over rather than added up: what repeats does not wash out what was seen once
+KEYS: dict[str, Any] = {"feature_map": "silu", "beta_bias": 2.0}
+
+
+SMALL_CORES = (
+    "ff", "lstm", "gru", "gpt", "linear-transformer", "delta-net", "recurrent-delta-net", "delta-rnn",
+)  # fmt: skip
+
+
+def small_core(memory: str, horizon: int) -> CoreConfig:
+    """A memory of a few thousand weights with room for the whole episode."""
+    if memory in ("lstm", "gru"):
+        return {"lstm": Lstm, "gru": Gru}[memory](hidden=64, chrono=2 * horizon)
+    made: dict[str, CoreConfig] = {
+        "ff": Ff(),
+        "gpt": Gpt(**SMALL, window=horizon + 1, positions="learned"),
+        "linear-transformer": LinearTransformer(**SMALL, feature_map="silu"),
+        "delta-net": DeltaNet(**SMALL, **KEYS),
+        "recurrent-delta-net": RecurrentDeltaNet(**SMALL, **KEYS),
+        "delta-rnn": DeltaRnn(**SMALL, **KEYS),
+    }
+    return made[memory]
+
+
+def quick_tmaze(length: int, active: bool = False, memory: str = "delta-net", episodes: int = 2_000) -> Experiment:
+    horizon, envs = length + (3 if active else 1), 16
+    frames = episodes * (horizon + 1)
+    return Experiment(
+        env=TMaze(length, active),  # without memory: 0.5
+        algo=Dqn(
+            unroll=horizon + 1,  # one episode and the row that opens the next
+            batch_size=32,  # whole episodes
+            capacity=2_000 * horizon,
+            warmup=envs * horizon,  # one episode of every environment
+            ratio=8 / (envs * horizon),  # eight updates per round of sixteen episodes
+            discount=1.0,  # every episode is as long
+            trace_decay=0.9,
+            tau=0.02,
+            epsilon_last=0.3 / horizon,  # most episodes then reach the junction
+            epsilon_fraction=min(1.0, 160 / episodes),  # ten rounds
+            novelty=2.0,  # the junction is seen once an episode: it needs more trying out than the corridor
+            head=(64,),
+            grad_norm=1.0,
+            optimizer=Adam(lr=3e-3),
+        ),
+        core=small_core(memory, horizon),
+        net=Net(encoder=Mlp(hidden_size=32), prev_reward=False, init="orthogonal"),
+        runtime=Local(envs=envs),
+        frames=frames,
+        evaluation=Evaluation(every=frames // 10, episodes=100),
+    )
+
+
+def quick_grid(env: VisualMatch | KeyToDoor, horizon: int, memory: str, episodes: int = 6_000) -> Experiment:
+    envs, frames = 16, episodes * (horizon + 1)
+    return Experiment(
+        env=env,
+        algo=SacDiscrete(
+            unroll=horizon + 1,
+            batch_size=32,  # whole episodes
+            capacity=max(300_000, 64 * horizon),
+            warmup=envs * horizon,
+            ratio=0.01,
+            discount=0.99,
+            tau=0.02,
+            temperature=0.05,
+            shared_encoder=True,
+            freeze_critic=True,
+            head=(128,),
+            grad_norm=1.0,
+            optimizer=Adam(lr=1e-3),
+        ),
+        core=small_core(memory, horizon),
+        net=Net(encoder=SmallCnn(hidden_size=64), prev_reward=False, init="orthogonal"),
+        runtime=Local(envs=envs),
+        frames=frames,
+        evaluation=Evaluation(every=frames // 10, episodes=64),
+    )
+
+
+def quick(task: str, length: int, memory: str, seed: int = 0) -> Experiment:
+    """A task with settings that learn within minutes."""
+    if task in ("tmaze-passive", "tmaze-active"):
+        made = quick_tmaze(length, task == "tmaze-active", memory)
+    elif task == "visual-match":
+        made = quick_grid(VisualMatch(length), length + 30, memory)
+    else:
+        made = quick_grid(KeyToDoor(length), length + 25, memory)
+    return replace(made, seed=seed)
+
+
+tmaze = quick_tmaze(50)
+
+globals().update(
+    {
+        f"{task}-{length}-{memory}".replace("-", "_"): experiment(task, length, memory)
+        for task, lengths in MEMORY_RL.items()
+        for length in lengths
+        for memory in ("lstm", "gpt")
+    }
+)

@@ -1,0 +1,119 @@
+"""Compiled unrolls: the same rows as the ordinary actor, for every memory and algorithm that has them."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from bestiary.actor import Actor
+from bestiary.algos import Dqn, Impala, SacDiscrete
+from bestiary.cores import DeltaNet, DeltaRnn, Ff, Gpt, Gru, LinearTransformer, Lstm, RecurrentDeltaNet
+from bestiary.envs import Catch, Recall, TMaze, VisualMatch
+from bestiary.experiment import family
+from bestiary.nets import Mlp, Net
+from bestiary.types import Episode, Trajectory
+
+B, T = 6, 23
+CPU = torch.device("cpu")
+SMALL: dict[str, Any] = {"width": 16, "heads": 2, "layers": 2, "feedforward": 24}
+CORES = {
+    "ff": Ff(),
+    "lstm": Lstm(hidden=12, layers=2),
+    "gru": Gru(hidden=12, layers=2),
+    "linear-transformer": LinearTransformer(**SMALL),
+    "delta-net": DeltaNet(**SMALL, beta_bias=1.0),
+    "recurrent-delta-net": RecurrentDeltaNet(**SMALL, feature_map="silu"),
+    "delta-rnn": DeltaRnn(**SMALL, head_width=5),
+}
+ALGOS = {
+    "impala": Impala(),
+    "dqn": Dqn(head=(16,), novelty=2.0),
+    "sac-discrete": SacDiscrete(head=(16, 8)),
+}
+ENVS = {"tmaze": TMaze(4, active=True), "visual-match": VisualMatch(3), "recall": Recall(3), "catch": Catch()}
+
+
+def actor(env: Any, algo: Any, core: Any, net: Net = Net()) -> Actor:  # noqa: B008
+    world = env.make(B, 3, 0, 1)
+    torch.manual_seed(0)
+    agent = algo.agent(world.spec, net, core)
+    with torch.no_grad():
+        for p in agent.parameters():
+            p.mul_(3)  # larger preferences than at the start, so that values and not only lots decide
+        if hasattr(agent, "epsilon"):
+            agent.epsilon.fill_(0.2)
+    return Actor(world, agent, algo.explorer(B), T, 5, CPU)
+
+
+def both(*parts: Any, **more: Any) -> tuple[Actor, Actor]:
+    fast, slow = actor(*parts, **more), actor(*parts, **more)
+    assert fast.fused is not None
+    slow.fused = None
+    return fast, slow
+
+
+def assert_same(fast: tuple[Trajectory, list[Episode]], slow: tuple[Trajectory, list[Episode]]) -> None:
+    (x, episodes), (y, expected) = fast, slow
+    names = [*y.step._fields, "action", "version"]
+    for name, a, b in zip(names, [*x.step, x.action, x.version], [*y.step, y.action, y.version], strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b), name
+    assert x.aux.keys() == y.aux.keys()
+    for a, b in zip([*x.aux.values(), *x.state], [*y.aux.values(), *y.state], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert episodes == expected
+
+
+@pytest.mark.parametrize("env", ENVS)
+@pytest.mark.parametrize("core", CORES)
+def test_compiled_and_ordinary_unrolls_agree(env, core):
+    fast, slow = both(ENVS[env], ALGOS["dqn"], CORES[core])
+    for _ in range(3):
+        assert_same(fast.unroll(), slow.unroll())
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+def test_they_agree_for_every_algorithm(algo):
+    assert set(ALGOS) == set(family("algo"))
+    fast, slow = both(ENVS["tmaze"], ALGOS[algo], CORES["delta-net"])
+    for _ in range(3):
+        assert_same(fast.unroll(), slow.unroll())
+
+
+@pytest.mark.parametrize(
+    "net",
+    [
+        Net(prev_action=False, prev_reward=False),
+        Net(action_units=5, reward_units=3),
+        Net(encoder=Mlp(hidden_size=9, num_layers=3), prev_reward=False),
+    ],
+    ids=["observation alone", "layers of their own", "deeper"],
+)
+def test_they_agree_whatever_is_fed(net):
+    fast, slow = both(ENVS["tmaze"], ALGOS["dqn"], CORES["gru"], net=net)
+    assert_same(fast.unroll(), slow.unroll())
+
+
+def test_new_weights_reach_the_compiled_loop():
+    fast, slow = both(ENVS["tmaze"], ALGOS["dqn"], CORES["lstm"])
+    before = fast.unroll()
+    assert_same(before, slow.unroll())
+    weights = {k: -v if v.dim() else v for k, v in fast.agent.state_dict().items()}
+    for a in (fast, slow):
+        a.load(weights, version=1)
+    after = fast.unroll()
+    assert_same(after, slow.unroll())
+    assert not torch.equal(after[0].action, before[0].action)
+
+
+def test_one_can_go_on_where_the_other_stopped():
+    """Saved by the compiled loop, resumed by the ordinary one."""
+    fast, slow = both(ENVS["tmaze"], ALGOS["dqn"], CORES["delta-rnn"])
+    fast.unroll()
+    slow.load_state_dict(fast.state_dict())
+    assert_same(fast.unroll(), slow.unroll())
+
+
+def test_what_cannot_be_compiled_stays_with_the_ordinary_loop():
+    assert actor(ENVS["tmaze"], ALGOS["dqn"], Gpt(width=16, heads=2, layers=1)).fused is None
+    assert actor(ENVS["recall"], ALGOS["dqn"], Lstm(hidden=512)).fused is None  # large products are faster all at once
+    assert actor(ENVS["catch"], ALGOS["dqn"], Ff(), Net(frame_stack=2)).fused is None

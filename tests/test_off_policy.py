@@ -1,0 +1,836 @@
+"""DQN and SAC-Discrete against plain loops over time and batch, and as whole runs that learn, stop and go on."""
+
+import copy
+import io
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_runtime import interrupted, rows, same, tiny, weights
+from torch import Tensor, nn
+
+import bestiary
+from bestiary.algos import Dqn, SacDiscrete
+from bestiary.algos.dqn import DqnLearner
+from bestiary.algos.off_policy import OffPolicy
+from bestiary.algos.q_learning import QAgent
+from bestiary.algos.sac_discrete import SacAgent, SacLearner
+from bestiary.cores import Gpt, Lstm
+from bestiary.display import Silent
+from bestiary.envs import Recall
+from bestiary.errors import UserError
+from bestiary.exploration import Novelty
+from bestiary.nets import Mlp, Net, SmallCnn, Torso
+from bestiary.optim import Adam, RmsProp
+from bestiary.run import Run
+from bestiary.runtime import Local, Overlap
+from bestiary.training import Session
+from bestiary.types import Batch, Spec, State, TimeStep, Trajectory
+
+HORIZON = 8
+SPEC = Spec("toy", (3,), torch.float64, 4, horizon=HORIZON)
+NET = Net(encoder=Mlp(hidden_size=6), action_units=5)
+CORE = Lstm(hidden=5)
+SMALL: dict[str, Any] = {"batch_size": 3, "head": (7,), "discount": 0.9, "capacity": 1000}
+
+
+@pytest.fixture
+def _double() -> Iterator[None]:
+    """Networks in float64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+double = pytest.mark.usefixtures("_double")
+
+
+# -- experience, and the networks as one would write them down ------------------------------------------------------
+
+
+def experience(is_first: Tensor, is_terminal: Tensor, seed: int = 0, state: bool = False) -> Trajectory:
+    T, B = is_first.shape
+    rng = torch.Generator().manual_seed(seed)
+    action = torch.randint(SPEC.num_actions, (T, B), generator=rng)
+    before = torch.cat([torch.randint(SPEC.num_actions, (1, B), generator=rng), action[:-1]])
+    step = TimeStep(
+        obs=torch.randn(T, B, *SPEC.obs_shape, generator=rng),
+        prev_action=torch.where(is_first, 0, before),
+        reward=torch.where(is_first, 0, 2 * torch.randn(T, B, generator=rng)),
+        is_first=is_first,
+        is_terminal=is_terminal,
+    )
+    memory = tuple(torch.randn(B, 1, CORE.hidden or 0, generator=rng) for _ in range(2)) if state else ()
+    return Trajectory(step, action, {}, memory, torch.zeros(B))
+
+
+def windows(seed: int = 0, T: int = 9, B: int = 3, state: bool = False) -> Trajectory:
+    """Borders, ends and lost lives anywhere."""
+    rng = torch.Generator().manual_seed(seed)
+    is_first = torch.rand(T, B, generator=rng) < 0.2
+    return experience(is_first, (torch.rand(T, B, generator=rng) < 0.2) & ~is_first, seed, state)
+
+
+def episodes(seed: int = 0, lengths: tuple[int, ...] = (9, 4, 6)) -> Trajectory:
+    """Whole ones, the shorter ones padded by episodes of one row; the second ends by the clock."""
+    T = max(lengths)
+    row, length = torch.arange(T)[:, None], torch.tensor(lengths)
+    is_terminal = (row == length - 1) & (torch.arange(len(lengths)) != 1)
+    return experience((row == 0) | (row >= length), is_terminal, seed)
+
+
+def sequential(layers: nn.Module, x: Tensor) -> Tensor:
+    """Linear, ReLU, linear, ..."""
+    linear = [m for m in layers.modules() if isinstance(m, nn.Linear)]
+    for layer in linear[:-1]:
+        x = (layer.weight @ x + layer.bias).relu()
+    return linear[-1].weight @ x + linear[-1].bias
+
+
+def features(torso: Torso, step: TimeStep, b: int, state: State) -> tuple[list[Tensor], State]:
+    """Encoder, previous reward and action, LSTM: of one stream, row by row."""
+    rnn: Any = torso.core.rnn
+    h, c = (s[b, 0] for s in state) if state else (torch.zeros(CORE.hidden or 0) for _ in range(2))
+    told = []
+    for t in range(len(step.is_first)):
+        first = bool(step.is_first[t, b])
+        if first:
+            h, c = torch.zeros_like(h), torch.zeros_like(c)
+        hot = torch.zeros(SPEC.num_actions)
+        if not first:
+            hot[step.prev_action[t, b]] = 1
+        seen = sequential(torso.encoder, step.obs[t, b]).relu()
+        x = torch.cat([seen, step.reward[t, b].clamp(-1, 1)[None], sequential(torso.action, hot).relu()])
+        gates = rnn.weight_ih_l0 @ x + rnn.bias_ih_l0 + rnn.weight_hh_l0 @ h + rnn.bias_hh_l0
+        write, keep, new, show = gates.chunk(4)
+        c = keep.sigmoid() * c + write.sigmoid() * new.tanh()
+        h = show.sigmoid() * c.tanh()
+        told.append(h)
+    return told, (h[None, None], c[None, None])
+
+
+def after_burn_in(torso: Torso, t: Trajectory, rows: int, b: int) -> list[Tensor]:
+    """Features of the rows that are learnt from; those before only bring memory up to date."""
+    past, rest = (TimeStep(*(x[part] for x in t.step)) for part in (slice(rows), slice(rows, None)))
+    state = tuple(s[b : b + 1] for s in t.state)
+    if rows:
+        with torch.no_grad():
+            one = TimeStep(*(x[:, b : b + 1] for x in past))
+            _, state = features(torso, one, 0, state)
+    return features(torso, TimeStep(*(x[:, b : b + 1] for x in rest)), 0, state)[0]
+
+
+def plain_dqn(cfg: Dqn, agent: QAgent, target: QAgent, t: Trajectory, gamma: float) -> Tensor:
+    errors = []
+    for b in range(t.action.shape[1]):
+        q = [sequential(agent.head, h) for h in after_burn_in(agent.torso, t, cfg.burn_in, b)]
+        with torch.no_grad():
+            slow = [sequential(target.head, h) for h in after_burn_in(target.torso, t, cfg.burn_in, b)]
+        row: Any = [[x[n, b].item() for n in range(cfg.burn_in, len(t.action))] for x in (*t.step[2:], t.action)]
+        reward, is_first, is_terminal, action = row
+
+        def y(n: int) -> float:
+            """Of the move that leads from row n to row n+1."""
+            if is_terminal[n + 1]:  # noqa: B023
+                return reward[n + 1]  # noqa: B023
+            best = int(q[n + 1].argmax())  # noqa: B023
+            value = slow[n + 1][best].item() if cfg.double else slow[n + 1].max().item()  # noqa: B023
+            goes_on = n + 2 < len(reward) and not is_first[n + 2]  # noqa: B023
+            if goes_on and action[n + 1] == best:  # noqa: B023
+                value = (1 - cfg.trace_decay) * value + cfg.trace_decay * y(n + 1)
+            return reward[n + 1] + gamma * value  # noqa: B023
+
+        for n in range(len(reward) - 1):
+            if not is_first[n + 1]:
+                error = q[n][action[n]] - y(n)
+                if not cfg.huber:
+                    errors.append(error**2)
+                else:
+                    errors.append(0.5 * error**2 if error.abs() < 1 else error.abs() - 0.5)
+    return torch.stack(errors).mean()
+
+
+def gradients(loss: Tensor, module: nn.Module) -> dict[str, Tensor]:
+    named = dict(module.named_parameters())
+    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True, retain_graph=True)
+    return {k: torch.zeros_like(p) if g is None else g for (k, p), g in zip(named.items(), found, strict=True)}
+
+
+def assert_close(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=1e-8, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}")
+    assert a.keys() == b.keys()
+
+
+def shaken(module: nn.Module, seed: int = 1) -> None:
+    """Weights far enough from where heads start that what they say matters."""
+    rng = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(0.5 * torch.randn(p.shape, generator=rng))
+
+
+def dqn_learner(**settings: Any) -> DqnLearner:
+    cfg = Dqn(**{**SMALL, "epsilon_last": 0.1, **settings})
+    learner = cfg.learner(cfg.agent(SPEC, NET, CORE), 4000)
+    shaken(learner.agent)
+    shaken(learner.target.module, 2)
+    return learner
+
+
+CASES: dict[str, tuple[Callable[[int], Trajectory], dict[str, Any]]] = {
+    "windows": (windows, {"window": 8}),
+    "episodes": (episodes, {}),
+    "burn-in": (windows, {"window": 8, "burn_in": 3}),
+    "burn-in of one row": (windows, {"window": 8, "burn_in": 1}),
+    "stored state": (lambda seed: windows(seed, state=True), {"window": 8, "stored_state": True}),
+    "stored state and burn-in": (
+        lambda seed: windows(seed, state=True),
+        {"window": 8, "burn_in": 3, "stored_state": True},
+    ),
+}
+
+
+@double
+@pytest.mark.parametrize("trace_decay", [0.0, 0.8])
+@pytest.mark.parametrize("rule", [{"double": True}, {"double": False}, {"huber": True}], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_the_loss_of_dqn_and_its_gradient_are_those_of_a_loop(case, rule, trace_decay):
+    make, settings = CASES[case]
+    learner = dqn_learner(**settings, **rule, trace_decay=trace_decay)
+    target = learner.target.module
+    assert isinstance(target, QAgent)
+    for seed in range(4):
+        t = make(seed)
+        loss, metrics = learner.loss(t)
+        expected = plain_dqn(learner.cfg, learner.agent, target, t, 0.9)  # type: ignore[arg-type]
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-10)
+        assert metrics["loss"].item() == loss.item()
+        found = gradients(loss, learner.agent)
+        assert_close(found, gradients(expected, learner.agent))
+        assert all(g.any() for g in found.values())
+
+
+@double
+def test_the_numbers_of_the_cases_make_a_difference():
+    """An oracle that agrees with everything shows nothing."""
+    losses = [
+        dqn_learner(**settings).loss(windows(state=True))[0].item()
+        for settings in (
+            {"window": 8},
+            {"window": 8, "double": False},
+            {"window": 8, "huber": True},
+            {"window": 8, "trace_decay": 0.8},
+            {"window": 8, "burn_in": 3},
+        )
+    ]
+    losses.append(dqn_learner(window=8).loss(windows())[0].item())  # without the state
+    assert len({round(x, 6) for x in losses}) == 6
+
+
+@double
+def test_padding_changes_neither_loss_nor_gradient():
+    learner = dqn_learner()
+    t, alone = episodes(), []
+    for b, length in enumerate((9, 4, 6)):
+        step = TimeStep(*(x[:length, b : b + 1] for x in t.step))
+        one = Trajectory(step, t.action[:length, b : b + 1], {}, (), t.version[:1])
+        alone.append((length - 1) * learner.loss(one)[0])
+    loss = learner.loss(t)[0]
+    whole = torch.stack(alone).sum() / (8 + 3 + 5)
+    assert loss.item() == pytest.approx(whole.item(), rel=1e-12)
+    assert_close(gradients(loss, learner.agent), gradients(whole, learner.agent))
+
+
+@double
+def test_a_batch_without_a_move_teaches_nothing():
+    t = windows()
+    padding = t._replace(step=t.step._replace(is_first=torch.ones_like(t.step.is_first)))
+    for learner in (dqn_learner(), sac_learner()):
+        loss, metrics = learner.loss(padding)
+        assert all(torch.isfinite(x) for x in metrics.values())
+        assert all(not g.any() for g in gradients(loss, learner.agent).values())
+
+
+# -- targets --------------------------------------------------------------------------------------------------------
+
+
+def make_learner(cfg: OffPolicy, net: Net = NET, core: Any = CORE, total_steps: int = 4000) -> Any:
+    agent = cfg.agent(SPEC, net, core)  # type: ignore[attr-defined]
+    return cfg.learner(agent, total_steps)  # type: ignore[attr-defined]
+
+
+def pairs(learner: Any) -> list[tuple[nn.Module, nn.Module]]:
+    """What follows, and what it follows."""
+    if isinstance(learner, DqnLearner):
+        return [(learner.target.module, learner.agent)]
+    found: list[tuple[nn.Module, nn.Module]] = [(learner.target.module, learner.critics)]
+    return found if learner.target_torso is None else [*found, (learner.target_torso.module, learner.torso)]
+
+
+TARGETS = {
+    "dqn": Dqn(**SMALL, epsilon_last=0.1),
+    "sac": SacDiscrete(**SMALL),
+    "sac-encoder": SacDiscrete(**SMALL, target_encoder=True),
+    "sac-shared-encoder": SacDiscrete(**SMALL, shared_encoder=True, target_encoder=True),
+}
+
+
+@double
+@pytest.mark.parametrize("cfg", TARGETS.values(), ids=TARGETS)
+def test_the_target_follows_a_little_after_every_update(cfg):
+    learner = make_learner(replace(cfg, tau=0.1))
+    for k in range(4):
+        before = [copy.deepcopy(mine.state_dict()) for mine, _ in pairs(learner)]
+        learner.update(Batch(windows(k)))
+        for old, (mine, theirs) in zip(before, pairs(learner), strict=True):
+            for (name, p), new in zip(mine.named_parameters(), theirs.parameters(), strict=True):
+                torch.testing.assert_close(p, 0.9 * old[name] + 0.1 * new, rtol=1e-12, atol=1e-15)
+                assert not torch.equal(p, new)
+
+
+@double
+@pytest.mark.parametrize("cfg", TARGETS.values(), ids=TARGETS)
+def test_the_target_is_copied_after_every_period_and_rests_between(cfg):
+    learner = make_learner(replace(cfg, tau=None, period=3))
+    for k in range(1, 8):
+        before = [copy.deepcopy(list(mine.parameters())) for mine, _ in pairs(learner)]
+        learner.update(Batch(windows(k)))
+        for old, (mine, theirs) in zip(before, pairs(learner), strict=True):
+            expected = theirs.parameters() if k % 3 == 0 else old
+            assert all(torch.equal(p, e) for p, e in zip(mine.parameters(), expected, strict=True))
+
+
+@double
+@pytest.mark.parametrize("cfg", TARGETS.values(), ids=TARGETS)
+def test_no_gradient_reaches_a_target(cfg):
+    learner = make_learner(cfg)
+    loss, _ = learner.loss(windows())
+    for mine, theirs in pairs(learner):
+        assert not any(p.requires_grad for p in mine.parameters())
+        ours = {id(p) for p in mine.parameters()}
+        assert not ours & {id(p) for group in learner.optimizer.param_groups for p in group["params"]}
+        assert not ours & {id(p) for p in theirs.parameters()}
+        mine.requires_grad_(True)
+    again, _ = learner.loss(windows())
+    assert again.item() == loss.item()
+    for mine, _ in pairs(learner):
+        assert not any(g.any() for g in gradients(again, mine).values())
+
+
+def count_calls(modules: dict[str, nn.Module]) -> dict[str, int]:
+    calls = dict.fromkeys(modules, 0)
+
+    def hook(name: str) -> Callable[..., None]:
+        def count(*_: Any) -> None:
+            calls[name] += 1
+
+        return count
+
+    for name, module in modules.items():
+        module.register_forward_hook(hook(name))
+    return calls
+
+
+@pytest.mark.parametrize("rule", [{}, {"double": False}, {"trace_decay": 0.8, "huber": True}], ids=str)
+def test_dqn_asks_each_of_its_networks_once_per_update(rule):
+    learner = make_learner(Dqn(**SMALL, epsilon_last=0.1, **rule))
+    target = learner.target.module
+    calls = count_calls(
+        {"torso": learner.agent.torso, "head": learner.agent.head, "slow": target.torso, "slow head": target.head}
+    )
+    t = windows()
+    learner.update(Batch(t._replace(step=t.step._replace(obs=t.step.obs.float(), reward=t.step.reward.float()))))
+    assert set(calls.values()) == {1}
+
+
+@double
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("slow", [True, False])
+def test_sac_asks_each_of_its_networks_once_per_update(shared, slow):
+    learner = make_learner(SacDiscrete(**SMALL, shared_encoder=shared, target_encoder=slow))
+    modules = {"policy": learner.agent.policy, "critics": learner.critics, "slow critics": learner.target.module}
+    modules |= {"torso": learner.torso, "own torso": learner.agent.torso}
+    if slow:
+        modules["slow torso"] = learner.target_torso.module
+    if shared:
+        assert modules.pop("own torso") is learner.torso
+    calls = count_calls(modules)
+    learner.update(Batch(windows()))
+    assert set(calls.values()) == {1}
+
+
+DROPOUT = Gpt(width=8, heads=2, layers=1, feedforward=8, window=9, dropout=0.5)
+
+
+@double
+@pytest.mark.parametrize("cfg", [TARGETS["dqn"], TARGETS["sac-encoder"]], ids=["dqn", "sac"])
+def test_targets_see_without_dropout_and_learning_with_it(cfg):
+    learner = make_learner(cfg, core=DROPOUT)
+    assert all(not m.training for mine, _ in pairs(learner) for m in mine.modules())
+    assert learner.agent.training
+    slow, fast = pairs(learner)[-1]
+    t, told = windows(), []
+    for module in (slow, slow, fast, fast):
+        torso: Any = module.torso if isinstance(module, QAgent) else module
+        told.append(torso(t.step, torso.initial_state(3))[0])
+    assert torch.equal(told[0], told[1])
+    assert not torch.equal(told[2], told[3])
+    assert learner.loss(t)[0].item() != learner.loss(t)[0].item()
+    learner.update(Batch(t))
+    assert all(not m.training for mine, _ in pairs(learner) for m in mine.modules())
+
+
+# -- SAC ------------------------------------------------------------------------------------------------------------
+
+
+def sac_learner(**settings: Any) -> SacLearner:
+    learner = make_learner(SacDiscrete(**(SMALL | settings)))
+    shaken(learner.everything)
+    for n, (mine, _) in enumerate(pairs(learner)):
+        shaken(mine, 2 + n)
+    return learner
+
+
+def plain_sac(learner: SacLearner, t: Trajectory, alpha: float) -> tuple[Tensor, Tensor, float]:
+    """Critic loss, policy loss and entropy, as the paper and the memory-RL reference write them."""
+    cfg, agent, gamma = learner.cfg, learner.agent, 0.9
+    critic, policy, entropy = [], [], []
+    heads: Any = learner.critics.heads
+    slow_heads: Any = learner.target.module.heads
+    for b in range(t.action.shape[1]):
+        h = after_burn_in(learner.torso, t, cfg.burn_in, b)
+        mine = h if cfg.shared_encoder else after_burn_in(agent.torso, t, cfg.burn_in, b)
+        slow = h
+        if learner.target_torso is not None:
+            slow = after_burn_in(learner.target_torso.module, t, cfg.burn_in, b)  # type: ignore[arg-type]
+        reward, is_first, is_terminal = (x[cfg.burn_in :, b] for x in t.step[2:])
+        action = t.action[cfg.burn_in :, b]
+        for n in range(len(action) - 1):
+            if is_first[n + 1]:
+                continue
+            # y = r + gamma (1 - d) sum_a pi(a) (min_i Q_i(a) - alpha log pi(a)), no gradient
+            with torch.no_grad():
+                pi = sequential(agent.policy, mine[n + 1]).softmax(0)
+                q1, q2 = (sequential(head, slow[n + 1]) for head in slow_heads)
+                value = sum(pi[a] * (min(q1[a], q2[a]) - alpha * pi[a].log()) for a in range(SPEC.num_actions))
+                y = reward[n + 1] + gamma * (0 if is_terminal[n + 1] else 1) * value
+            q1, q2 = (sequential(head, h[n]) for head in heads)
+            critic.append(0.5 * ((q1[action[n]] - y) ** 2 + (q2[action[n]] - y) ** 2))
+            pi = sequential(agent.policy, mine[n]).softmax(0)
+            judge = torch.minimum(q1, q2)
+            if cfg.freeze_critic or not cfg.shared_encoder:
+                judge = judge.detach()
+            policy.append((pi * (alpha * pi.log() - judge)).sum())
+            entropy.append(-(pi * pi.log()).sum().item())
+    return torch.stack(critic).mean(), torch.stack(policy).mean(), sum(entropy) / len(entropy)
+
+
+SAC = {
+    "separate": {},
+    "separate, slow encoder": {"target_encoder": True},
+    "shared": {"shared_encoder": True},
+    "shared, frozen": {"shared_encoder": True, "freeze_critic": True},
+    "shared, slow encoder": {"shared_encoder": True, "freeze_critic": True, "target_encoder": True},
+}
+
+
+@double
+@pytest.mark.parametrize("case", ["windows", "episodes", "stored state and burn-in"])
+@pytest.mark.parametrize("kind", SAC)
+def test_the_losses_of_sac_and_their_gradient_are_those_of_a_loop(kind, case):
+    make, settings = CASES[case]
+    learner, t = sac_learner(**SAC[kind], **settings, temperature=0.3), make(0)
+    loss, metrics = learner.loss(t)
+    critic, policy, entropy = plain_sac(learner, t, 0.3)
+    assert metrics["critic_loss"].item() == pytest.approx(critic.item(), rel=1e-10)
+    assert metrics["policy_loss"].item() == pytest.approx(policy.item(), rel=1e-10)
+    assert metrics["entropy"].item() == pytest.approx(entropy, rel=1e-10)
+    assert loss.item() == pytest.approx((critic + policy).item(), rel=1e-10)
+    found = gradients(loss, learner.everything)
+    assert_close(found, gradients(critic + policy, learner.everything))
+    assert all(g.any() for g in found.values())
+
+
+def policys_share(learner: SacLearner, module: nn.Module) -> float:
+    """How much of a module's gradient is not the critics' own."""
+    t = windows()
+    critic, _, _ = plain_sac(learner, t, learner.cfg.temperature)
+    whole, own = gradients(learner.loss(t)[0], module), gradients(critic, module)
+    return max((whole[k] - own[k]).abs().max().item() for k in whole)
+
+
+@double
+def test_the_policy_changes_what_it_is_judged_by_only_if_it_may():
+    free, frozen = (sac_learner(shared_encoder=True, freeze_critic=f) for f in (False, True))
+    assert policys_share(free, free.critics) > 1e-3
+    assert policys_share(frozen, frozen.critics) < 1e-12
+    assert policys_share(frozen, frozen.torso) > 1e-3  # through its own head the policy still teaches memory
+    assert policys_share(frozen, frozen.agent.policy) > 1e-3
+    for freeze in (False, True):
+        apart = sac_learner(freeze_critic=freeze)
+        assert policys_share(apart, apart.critics) < 1e-12
+        assert policys_share(apart, apart.torso) < 1e-12
+        assert policys_share(apart, apart.agent) > 1e-3
+
+
+@double
+def test_a_frozen_critic_teaches_memory_nothing_through_the_policy():
+    """A policy that cannot change has no reason to move memory, except through what judges it."""
+    shares = {}
+    for freeze in (False, True):
+        learner = sac_learner(shared_encoder=True, freeze_critic=freeze)
+        last: Any = learner.agent.policy[-1]
+        nn.init.zeros_(last.weight)  # the same for every memory
+        shares[freeze] = policys_share(learner, learner.torso)
+    assert shares[False] > 1e-3
+    assert shares[True] < 1e-12
+
+
+@double
+def test_a_learnt_temperature_rises_when_the_policy_is_too_sure_and_falls_when_it_is_not():
+    for certain in (True, False):
+        learner = make_learner(SacDiscrete(**SMALL, entropy_target=0.7, optimizer=Adam(lr=1e-2)))
+        with torch.no_grad():
+            learner.agent.policy[-1].weight.zero_()
+            learner.agent.policy[-1].bias.copy_(torch.tensor([9.0, 0, 0, 0]) if certain else torch.zeros(4))
+        assert learner.log_temperature.item() == 0.0
+        metrics = [learner.update(Batch(windows(k))).metrics for k in range(3)]
+        assert (metrics[0]["entropy"].item() < 0.7 * math.log(4)) == certain
+        temperatures = [m["temperature"].item() for m in metrics] + [learner.log_temperature.exp().item()]
+        assert temperatures[0] == 1.0
+        assert temperatures == sorted(temperatures, reverse=not certain)
+        assert len(set(temperatures)) == 4
+
+
+@double
+def test_the_temperatures_gradient_is_the_gap_to_the_entropy_wanted():
+    learner = sac_learner(entropy_target=0.7)
+    with torch.no_grad():
+        learner.log_temperature.fill_(math.log(0.4))
+    loss, metrics = learner.loss(windows())
+    (found,) = torch.autograd.grad(loss, [learner.log_temperature])
+    assert metrics["temperature"].item() == pytest.approx(0.4)
+    assert found.item() == pytest.approx(0.4 * (metrics["entropy"].item() - 0.7 * math.log(4)), rel=1e-10)
+
+
+@double
+def test_a_fixed_temperature_stays():
+    learner = sac_learner(temperature=0.25)
+    for k in range(3):
+        assert learner.update(Batch(windows(k))).metrics["temperature"].item() == pytest.approx(0.25)
+    assert learner.log_temperature.grad is None
+
+
+# -- numbers that follow from others --------------------------------------------------------------------------------
+
+
+def test_exploration_falls_in_a_line_over_a_tenth_of_the_budget():
+    cfg = Dqn(**SMALL, ratio=0.25)  # 4000 steps: a tenth is 400, or 100 updates
+    learner = make_learner(cfg)
+    assert learner.agent.epsilon.item() == 1.0
+    for updates in (0, 1, 37, 99, 100, 101, 5000):
+        learner.updates = updates
+        assert learner.epsilon() == pytest.approx(1 - (1 - 1 / HORIZON) * min(1, updates / 100))
+
+
+@double
+def test_every_update_sets_how_much_to_explore_and_tells_it():
+    learner = make_learner(Dqn(**SMALL, epsilon_first=0.8, epsilon_last=0.2, epsilon_fraction=0.5, ratio=0.01))
+    told = [learner.update(Batch(windows(k))).metrics["epsilon"].item() for k in range(22)]
+    assert told == pytest.approx([0.8 - 0.6 * min(1, k / 20) for k in range(1, 23)])
+    assert learner.agent.state_dict()["epsilon"].item() == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("explore", [0.0, 1.0])
+def test_an_agent_explores_at_least_as_much_as_it_is_told(explore):
+    agent = Dqn(**SMALL).agent(SPEC, NET, CORE)
+    agent.epsilon.fill_(0.5)
+    step = TimeStep(*(x[0, :1].expand(4000, *x.shape[2:]) for x in windows().step))
+    step = step._replace(obs=step.obs.float(), reward=step.reward.float())
+    rng = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        best, _, _ = agent.act(step, agent.initial_state(4000), None, rng)
+        action, _, _ = agent.act(step, agent.initial_state(4000), torch.full((4000,), explore), rng)
+    assert best.unique().numel() == 1
+    p = 1 - max(0.5, explore) * 3 / 4
+    assert (action == best).double().mean().item() == pytest.approx(p, abs=5 * math.sqrt(p * (1 - p) / 4000))
+
+
+@pytest.mark.parametrize("cfg", TARGETS.values(), ids=TARGETS)
+def test_memory_may_have_a_learning_rate_of_its_own(cfg):
+    learner = make_learner(replace(cfg, memory_lr=1e-5, optimizer=Adam(lr=1e-3)))
+    everything = learner.agent if isinstance(learner, DqnLearner) else learner.everything
+    memory = {id(p) for m in everything.modules() if isinstance(m, Torso) for p in m.core.parameters()}
+    rates = {id(p): group["lr"] for group in learner.optimizer.param_groups for p in group["params"]}
+    assert len(memory) == 4 * len({id(m) for m in everything.modules() if isinstance(m, Torso)})
+    assert rates == {id(p): 1e-5 if id(p) in memory else 1e-3 for p in everything.parameters()}
+    assert sum(len(group["params"]) for group in learner.optimizer.param_groups) == len(rates)
+    plain = make_learner(cfg).optimizer.param_groups
+    assert [len(group["params"]) for group in plain] == [len(rates)]
+
+
+@pytest.mark.parametrize("cfg", TARGETS.values(), ids=TARGETS)
+def test_the_discount_may_follow_from_the_length_of_an_episode(cfg):
+    assert make_learner(replace(cfg, discount=None)).discount == pytest.approx(1 - 1 / HORIZON)
+    assert make_learner(cfg).discount == 0.9
+
+
+@double
+@pytest.mark.parametrize("cfg", TARGETS.values(), ids=TARGETS)
+def test_a_gradient_is_clipped_only_if_asked(cfg):
+    norms = {}
+    for limit in (None, 1e-3):
+        torch.manual_seed(0)
+        learner = make_learner(replace(cfg, grad_norm=limit))
+        norms[limit] = learner.update(Batch(windows())).metrics["grad_norm"].item()
+        everything = learner.agent if isinstance(learner, DqnLearner) else learner.everything
+        applied = torch.stack([p.grad.norm() for p in everything.parameters() if p.grad is not None]).norm().item()
+        assert applied == pytest.approx(norms[None] if limit is None else limit, rel=1e-3)
+    assert norms[None] == norms[1e-3] > 1e-3  # told as it was before
+
+
+def count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+VECTOR = Spec("maze", (2,), torch.float32, 4)
+
+
+def test_lstm_dqn_has_as_many_parameters_as_the_reference():
+    net = Net(encoder=Mlp(hidden_size=32), action_units=16, prev_reward=False)
+    assert count(Dqn().agent(VECTOR, net, Lstm(hidden=128))) == 191_156
+
+
+def test_gpt_dqn_has_as_many_parameters_as_the_reference():
+    net = Net(encoder=Mlp(hidden_size=64), action_units=64, prev_reward=False)
+    assert count(Dqn().agent(VECTOR, net, Gpt(width=128, layers=1, heads=1, project=False))) == 298_884
+
+
+def test_lstm_cnn_sac_has_as_many_parameters_as_the_reference():
+    net = Net(encoder=SmallCnn(hidden_size=100), prev_action=False, prev_reward=False)
+    cfg = SacDiscrete(shared_encoder=True)
+    agent = cfg.agent(Spec("rooms", (3, 5, 5), torch.uint8, 4), net, Lstm(hidden=128))
+    learner = cfg.learner(agent, 1)
+    trained = [p for group in learner.optimizer.param_groups for p in group["params"]]
+    assert sum(p.numel() for p in trained) == count(learner.everything) == 432_424
+
+
+# -- saving ----------------------------------------------------------------------------------------------------------
+
+
+def through_a_file(snapshot: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(snapshot, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+SAVED = TARGETS | {
+    "dqn-period": Dqn(**SMALL, tau=None, period=4, trace_decay=0.8, memory_lr=1e-4),
+    "dqn-rmsprop": Dqn(**SMALL, optimizer=RmsProp(momentum=0.9), grad_norm=1.0),
+    "sac-shared": SacDiscrete(**SMALL, shared_encoder=True, freeze_critic=True, memory_lr=1e-4),
+    "sac-temperature": SacDiscrete(**SMALL, entropy_target=0.7, memory_lr=1e-4),
+    "sac-shared-temperature": SacDiscrete(**SMALL, shared_encoder=True, entropy_target=0.7, tau=None, period=4),
+}
+
+
+@double
+@pytest.mark.parametrize("cfg", SAVED.values(), ids=SAVED)
+def test_a_saved_learner_goes_on_bit_for_bit(cfg):
+    torch.manual_seed(1)
+    learner = make_learner(cfg)
+    torch.manual_seed(2)
+    other = make_learner(cfg)
+    for k in range(3):
+        learner.update(Batch(windows(k)))
+    other.update(Batch(windows(9)))
+    saved = through_a_file({"agent": learner.agent.state_dict(), "learner": learner.state_dict()})
+    other.agent.load_state_dict(saved["agent"])
+    other.load_state_dict(saved["learner"])
+    for k in range(3, 7):
+        told, again = (x.update(Batch(windows(k))).metrics for x in (learner, other))
+        assert {k: v.item() for k, v in told.items()} == {k: v.item() for k, v in again.items()}
+    assert other.updates == learner.updates == 7
+    assert same(learner.agent.state_dict(), other.agent.state_dict())
+    for (a, b), (c, d) in zip(pairs(learner), pairs(other), strict=True):
+        assert same(dict(a.state_dict()), dict(c.state_dict()))
+        assert same(dict(b.state_dict()), dict(d.state_dict()))
+
+
+# -- whole runs --------------------------------------------------------------------------------------------------------
+
+SHORT: dict[str, Any] = {"unroll": 7, "batch_size": 4, "head": (8,), "capacity": 700, "warmup": 120, "ratio": 0.1}
+ALGOS = {
+    "dqn": Dqn(**SHORT, novelty=0.5, epsilon_fraction=0.5),
+    "dqn-windows": Dqn(**SHORT, window=5, burn_in=2, stored_state=True, trace_decay=0.8, tau=None, period=10),
+    "sac": SacDiscrete(**SHORT, entropy_target=0.5, discount=None),
+    "sac-shared": SacDiscrete(**SHORT, window=6, shared_encoder=True, freeze_critic=True, target_encoder=True),
+}
+
+
+def short(algo: Any, **changes: Any) -> Any:
+    return tiny(Recall(delay=5), algo=algo, **({"runtime": Local(envs=4, threads=1), "frames": 1_400} | changes))
+
+
+@pytest.mark.parametrize("name", ALGOS)
+def test_half_a_run_resumed_equals_the_whole_run_bit_for_bit(name, tmp_path):
+    experiment = short(ALGOS[name])
+    whole = bestiary.train(experiment, tmp_path / "whole")
+    parts = interrupted(experiment, tmp_path / "parts", 700)
+    assert same(weights(whole), weights(parts))
+    assert rows(whole) == rows(parts)
+    assert rows(whole, "episodes.csv") == rows(parts, "episodes.csv")
+    last = rows(whole)[-1]
+    assert int(last["updates"]) > 80
+    assert float(last["updates_per_step"]) == pytest.approx(0.1, rel=0.02)
+
+
+def test_weights_bring_the_actor_how_much_to_explore():
+    runtime = short(ALGOS["dqn-windows"]).runtime.start(short(ALGOS["dqn-windows"]))
+    seen = set()
+    for _ in runtime:
+        learner, acting = runtime.learner, runtime.actor
+        expected = 1.0
+        if acting.version:
+            until = 0.1 * 1_400 * 0.1
+            expected = 1 - (1 - 1 / 6) * min(1.0, acting.version / until)
+        assert acting.agent.epsilon.item() == pytest.approx(expected)
+        assert not acting.agent.training
+        assert learner.agent.training
+        seen.add(acting.version)
+    runtime.close()
+    assert len(seen) > 10
+
+
+def test_counts_of_what_was_seen_survive_a_change_of_environments(tmp_path):
+    session = Session(short(ALGOS["dqn"]), tmp_path / "run", Silent())
+    for progress in session:
+        if progress.frames > 600:
+            break
+    before = session.runtime.explorer
+    assert isinstance(before, Novelty)
+    wider = short(ALGOS["dqn"], runtime=Local(envs=6, threads=1))
+    resumed = Session(wider, tmp_path / "run", Silent()).runtime
+    resumed.close()
+    assert isinstance(resumed.explorer, Novelty)
+    assert resumed.explorer is resumed.actor.explorer
+    assert resumed.explorer.counts.sum() == before.counts.sum() > 600
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("algo", ["dqn", "dqn-windows"])
+def test_acting_and_learning_overlap_at_the_ratio_and_go_on_with_what_was_played(algo, tmp_path):
+    experiment = short(ALGOS[algo], runtime=Overlap(envs=4, threads=1), frames=1_400)
+    session = Session(experiment, tmp_path / "run", Silent())
+    runtime: Any = session.runtime
+    updates = 0
+    for progress in session:
+        updates = progress.updates
+        with runtime.changed:
+            ahead = 0.1 * runtime.replay.moves - updates
+        if progress.frames > 400:
+            assert 0 <= ahead <= 0.1 * 4 * 28
+    assert updates > 80
+    saved = Run(tmp_path / "run").load().trainer["runtime"]
+    longer = Session(replace(experiment, frames=2_000), tmp_path / "run", Silent())
+    replay: Any = longer.runtime.replay
+    explorer = longer.runtime.explorer
+    for name in ("newest", "moves", "batches"):
+        assert getattr(replay, name) == saved["replay"][name]
+    assert replay.newest >= 350
+    if isinstance(explorer, Novelty):
+        assert explorer.counts.sum() >= 1_400
+    *_, last = longer
+    assert last.frames >= 2_000
+    assert last.updates > 120
+
+
+@pytest.mark.timeout(300)
+def test_overlapping_waits_for_the_end_of_the_first_episode_however_late_it_comes(tmp_path):
+    algo = Dqn(**SHORT | {"warmup": 0, "ratio": 1.0, "unroll": 3}, epsilon_last=0.1)
+    experiment = tiny(Recall(delay=30), algo=algo, runtime=Overlap(envs=2, threads=1), frames=150)
+    run = bestiary.train(experiment, tmp_path / "run")
+    assert run.load().trainer["runtime"]["learner"]["updates"] > 0
+
+
+# -- what cannot be --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings", "sentence"),
+    [
+        (Dqn, {"unroll": 0}, r"algo\.unroll=0 must be at least 1"),
+        (Dqn, {"discount": 1.5}, r"algo\.discount=1\.5 must lie in \[0, 1\]"),
+        (SacDiscrete, {"tau": -0.1}, r"algo\.tau=-0\.1 must lie in \[0, 1\]"),
+        (Dqn, {"tau": None, "period": 0}, r"algo\.period=0 must be positive, or None"),
+        (Dqn, {"grad_norm": 0.0}, r"algo\.grad-norm=0\.0 must be positive, or None"),
+        (SacDiscrete, {"memory_lr": -1.0}, r"algo\.memory-lr=-1\.0 must be positive, or None"),
+        (Dqn, {"period": 10}, r"set one of algo\.tau .* and algo\.period"),
+        (Dqn, {"tau": None}, r"set one of algo\.tau .* and algo\.period"),
+        (Dqn, {"burn_in": -1, "window": 5}, r"algo\.burn-in=-1 must be at least 0 and below algo\.window=5"),
+        (Dqn, {"burn_in": 5, "window": 5}, r"algo\.burn-in=5 must be at least 0 and below algo\.window=5"),
+        (SacDiscrete, {"burn_in": 1}, r"algo\.burn-in=1 must be at least 0 and below algo\.window=None"),
+        (Dqn, {"head": (256, 0)}, r"algo\.head=\(256, 0\) must be layers of at least one unit"),
+        (Dqn, {"trace_decay": 1.1}, r"algo\.trace-decay=1\.1 must lie in \[0, 1\]"),
+        (Dqn, {"epsilon_first": 2.0}, r"algo\.epsilon-first=2\.0 must lie in \[0, 1\]"),
+        (Dqn, {"epsilon_last": -0.5}, r"algo\.epsilon-last=-0\.5 must lie in \[0, 1\]"),
+        (Dqn, {"epsilon_fraction": 10}, r"algo\.epsilon-fraction=10 must lie in \[0, 1\]"),
+        (Dqn, {"novelty": 0.0}, r"algo\.novelty=0\.0 must be positive, or None"),
+        (Dqn, {"novelty_power": 1.5}, r"algo\.novelty-power=1\.5 must lie in \[0, 1\]"),
+        (SacDiscrete, {"temperature": 0.0}, r"algo\.temperature=0\.0 must be positive"),
+        (SacDiscrete, {"entropy_target": 1.2}, r"algo\.entropy-target=1\.2 must lie in \[0, 1\]"),
+    ],
+)
+def test_numbers_that_cannot_work_are_refused(cls, settings, sentence):
+    with pytest.raises(UserError, match=sentence):
+        cls(**settings)
+
+
+@pytest.mark.parametrize("cls", [Dqn, SacDiscrete])
+def test_samples_that_cannot_be_are_refused_where_the_length_of_an_episode_is_known(cls):
+    with pytest.raises(UserError, match=r"algo\.window=9 is longer than any episode of toy \(8 moves\)"):
+        cls(window=9).agent(SPEC, NET, CORE)
+    with pytest.raises(UserError, match=r"algo\.capacity=511 is too small for one batch: it needs 512 moves"):
+        cls(capacity=511).agent(SPEC, NET, CORE)
+    with pytest.raises(UserError, match=r"algo\.capacity=100 is too small for one batch: it needs 128 moves"):
+        cls(capacity=100, window=2).agent(SPEC, NET, CORE)
+    cls(window=9, capacity=20).agent(SPEC._replace(horizon=None), NET, CORE)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "flag"),
+    [(Dqn(), "epsilon-last"), (Dqn(discount=None), "discount"), (SacDiscrete(discount=None), "discount")],
+    ids=["epsilon", "dqn", "sac"],
+)
+def test_what_follows_from_the_length_of_an_episode_must_be_said_where_that_is_not_known(cfg, flag):
+    agent = cfg.agent(SPEC._replace(horizon=None), NET, CORE)
+    with pytest.raises(UserError, match=rf"toy does not say how long its episodes can be: set --algo\.{flag}"):
+        cfg.learner(agent, 100)
+
+
+def test_the_replay_is_built_from_the_numbers_of_the_algorithm():
+    cfg = Dqn(batch_size=5, window=7, capacity=900, warmup=11, ratio=0.5, stored_state=True)
+    built = cfg.replay(3)
+    assert (built.streams, built.batch_size, built.window, built.capacity) == (3, 5, 7, 900)
+    assert (built.warmup, built.ratio, built.stored_state) == (11, 0.5, True)
+    assert cfg.priorities(windows()) is None
+
+
+def test_novelty_is_counted_only_if_asked_for():
+    assert Dqn().explorer(3)(windows()[0]).tolist() == [0.0, 0.0, 0.0]
+    explorer = Dqn(novelty=0.3, novelty_power=1.0).explorer(3)
+    assert isinstance(explorer, Novelty)
+    assert (explorer.scale, explorer.power) == (0.3, 1.0)
+
+
+def test_learners_belong_to_their_agents():
+    assert isinstance(SacDiscrete().agent(VECTOR, NET, CORE), SacAgent)
+    with pytest.raises(AssertionError):
+        Dqn().learner(SacDiscrete().agent(VECTOR, NET, CORE), 1)
+    with pytest.raises(AssertionError):
+        SacDiscrete().learner(Dqn().agent(VECTOR, NET, CORE), 1)

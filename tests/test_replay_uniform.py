@@ -1,0 +1,497 @@
+"""Long memory for experience: what is drawn was played, is whole, is equally likely, and is drawn as often as told."""
+
+import io
+import itertools
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+
+from bestiary import tree
+from bestiary.errors import UserError
+from bestiary.replay import Uniform
+from bestiary.replay.uniform import UniformReplay
+from bestiary.types import Batch, TimeStep, Trajectory, moves
+
+STREAMS, UNROLL = 3, 5
+GAMMA = 0.75
+
+
+class Script:
+    """What would be played by all streams, row by row. Every tensor tells its stream, its row and its script."""
+
+    def __init__(self, rows: int, density: float = 0.15, streams: int = STREAMS, number: int = 0) -> None:
+        rng = torch.Generator().manual_seed(number)
+        self.number, self.streams = number, streams
+        self.is_first = torch.rand(rows, streams, generator=rng) < density
+        self.is_first[0] = True
+        self.is_terminal = (torch.rand(rows, streams, generator=rng) < 0.3) & ~self.is_first
+        self.all = self.rows(0, rows)
+
+    def at(self, row: torch.Tensor, stream: torch.Tensor) -> tuple[TimeStep, torch.Tensor, dict]:
+        """[T, B] rows of [B] streams."""
+        return tree.map(lambda x: x[row, stream], self.all)
+
+    def rows(self, first: int, count: int, stream: slice = slice(None)) -> tuple[TimeStep, torch.Tensor, dict]:
+        row = torch.arange(first, first + count)[:, None]
+        column = torch.arange(self.streams)[stream][None]
+        told = 10_000 * column + row + 1  # never 0
+        step = TimeStep(
+            obs=torch.stack([torch.full_like(told, self.number), column.expand_as(told), row.expand_as(told)], -1),
+            prev_action=told + 1,
+            reward=told.float(),
+            is_first=self.is_first[first : first + count, stream],
+            is_terminal=self.is_terminal[first : first + count, stream],
+        )
+        return step, told + 2, {"logits": told[..., None].double(), "mark": told.to(torch.int32)}
+
+    def trajectory(self, number: int, unroll: int = UNROLL) -> Trajectory:
+        start = number * unroll
+        stream = torch.arange(self.streams)
+        state = (torch.stack([stream, torch.full_like(stream, start)], 1).float(), start + stream[:, None, None] / 8)
+        return Trajectory(*self.rows(start, unroll + 1), state, 1000 * number + stream)
+
+    def episodes(self, newest: int, oldest: int = 0) -> set[tuple[int, int, int]]:
+        """(stream, first row, rows) of those that began at `oldest` or later, had a move, and are known to be over."""
+        found = set()
+        for b in range(self.streams):
+            starts = self.is_first[: newest + 1, b].nonzero().flatten().tolist()
+            found |= {(b, n, after - n) for n, after in itertools.pairwise(starts) if n >= oldest and after - n > 1}
+        return found
+
+
+def settings(**changes: Any) -> Uniform:
+    base = {"streams": STREAMS, "batch_size": 16, "capacity": 300, "window": None, "ratio": 50.0, "warmup": 0}
+    return Uniform(**(base | changes))
+
+
+def fill(replay: UniformReplay, script: Script, trajectories: int, first: int = 0, unroll: int = UNROLL) -> None:
+    for k in range(first, first + trajectories):
+        replay.add(script.trajectory(k, unroll))
+
+
+def draw(replay: UniformReplay) -> Trajectory:
+    batch = replay.sample()
+    assert batch is not None
+    assert batch.keys is None
+    return batch.trajectory
+
+
+def drain(replay: UniformReplay) -> int:
+    return sum(1 for _ in iter(replay.sample, None))
+
+
+def column(t: Trajectory, b: int) -> tuple[int, int]:
+    """Stream and first row of one sample."""
+    _, stream, row = t.step.obs[0, b].tolist()
+    return stream, row
+
+
+def different(a: Any, b: Any) -> list[str]:
+    """What of (step, action, aux) differs, bit for bit."""
+    flat = [{**dict(zip(TimeStep._fields, step, strict=True)), "action": act, **aux} for step, act, aux in (a, b)]
+    assert flat[0].keys() == flat[1].keys()
+    return [k for k in flat[0] if flat[0][k].dtype != flat[1][k].dtype or not torch.equal(flat[0][k], flat[1][k])]
+
+
+def part(t: Trajectory, rows: slice, b: int) -> Any:
+    return tree.map(lambda x: x[rows, b : b + 1], (t.step, t.action, t.aux))
+
+
+def as_bits(batch: Batch | None) -> Any:
+    assert batch is not None
+    return tree.map(lambda x: x.tolist(), tuple(batch.trajectory))
+
+
+# -- windows ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [1, 4, 5, 17])
+@pytest.mark.parametrize("stored_state", [False, True])
+def test_a_window_is_rows_that_one_stream_played_one_after_the_other(window, stored_state):
+    script = Script(501)
+    replay = settings(window=window, capacity=147, batch_size=8, stored_state=stored_state).build(0)
+    slots = 50  # 147 / 3 moves, and the row the last one leads to
+    for k in range(100):  # the ring turns ten times
+        replay.add(script.trajectory(k))
+        newest = (k + 1) * UNROLL
+        if newest < window:
+            assert replay.sample() is None
+            continue
+        t = draw(replay)
+        _, stream, row = t.step.obs[0].T
+        assert row.min() >= max(0, newest - slots + 1)
+        assert row.max() <= newest - window
+        expected = script.at(row + torch.arange(window + 1)[:, None], stream)
+        assert different((t.step, t.action, t.aux), expected) == []
+        assert torch.equal(t.version, 1000 * (row // UNROLL) + stream)
+
+
+def test_windows_that_carry_memory_start_where_a_trajectory_did_and_with_what_it_had():
+    script, replay = Script(501), settings(window=7, capacity=147, stored_state=True).build(0)
+    seen = set()
+    for k in range(60):
+        replay.add(script.trajectory(k))
+        if k < 1:
+            continue
+        t = draw(replay)
+        for b in range(16):
+            stream, row = column(t, b)
+            assert row % UNROLL == 0
+            seen.add((k + 1) - row // UNROLL)
+            for got, all_streams in zip(t.state, script.trajectory(row // UNROLL).state, strict=True):
+                assert torch.equal(got[b], all_streams[stream])
+    assert seen == set(range(2, 10))  # trajectories back: 49 moves hold the starts of nine, two of which are needed
+
+
+def test_without_stored_memory_a_sample_brings_none():
+    for window in (4, None):
+        replay = settings(window=window).build(0)
+        fill(replay, Script(101), 20)
+        assert draw(replay).state == ()
+
+
+def chi_square(counts: dict[Any, int]) -> tuple[float, float]:
+    """The statistic, and five standard deviations above what chance gives."""
+    n, k = sum(counts.values()), len(counts)
+    return sum((c - n / k) ** 2 / (n / k) for c in counts.values()), (k - 1) + 5 * (2 * (k - 1)) ** 0.5
+
+
+@pytest.mark.parametrize("stored_state", [False, True])
+def test_every_window_is_equally_likely(stored_state):
+    script, replay = Script(501), settings(window=6, capacity=150, stored_state=stored_state, batch_size=25).build(3)
+    fill(replay, script, 31)
+    newest, slots = 31 * UNROLL, 51
+    starts = [n for n in range(newest - slots + 1, newest - 5) if not stored_state or n % UNROLL == 0]
+    counts = {(s, n): 0 for s in range(STREAMS) for n in starts}
+    for _ in range(200):
+        for _, stream, row in draw(replay).step.obs[0].tolist():
+            counts[stream, row] += 1
+    statistic, limit = chi_square(counts)
+    assert statistic < limit
+
+
+# -- whole episodes -----------------------------------------------------------------------------------------------
+
+
+def test_a_sample_is_one_episode_from_its_first_row_to_its_last():
+    script, replay = Script(1001), settings(capacity=147).build(0)
+    slots, drawn = 50, set()
+    for k in range(100):
+        replay.add(script.trajectory(k))
+        newest = (k + 1) * UNROLL
+        known = script.episodes(newest, oldest=newest - slots + 1)
+        assert {tuple(e) for e in replay.episodes.tolist()} == known  # those that were overwritten are gone
+        if not known:
+            assert replay.sample() is None
+            continue
+        t = draw(replay)
+        lengths = {(stream, first): length for stream, first, length in known}
+        for b in range(16):
+            stream, first = column(t, b)
+            length = lengths[stream, first]
+            drawn.add((stream, first))
+            expected = script.rows(first, length, slice(stream, stream + 1))
+            assert expected[0].is_first.flatten().tolist() == [True] + [False] * (length - 1)
+            assert script.is_first[first + length, stream]
+            assert different(part(t, slice(length), b), expected) == []
+            assert t.version[b] == 1000 * (first // UNROLL) + stream
+        assert len(t.action) == max(lengths[column(t, b)] for b in range(16))  # padded no further than needed
+    assert len(drawn) > 50
+
+
+def test_padding_leaves_the_moves_of_an_episode_as_they_are_and_adds_none():
+    script, replay = Script(1001), settings().build(0)
+    padded = 0
+    for k in range(40):
+        replay.add(script.trajectory(k))
+        if not len(replay.episodes):
+            continue
+        lengths = {(stream, first): length for stream, first, length in replay.episodes.tolist()}
+        t = draw(replay)
+        m = moves(t.step, GAMMA)
+        for b in range(16):
+            stream, first = column(t, b)
+            length = lengths[stream, first]
+            alone = moves(script.rows(first, length, slice(stream, stream + 1))[0], GAMMA)
+            for joint, single in zip(m, alone, strict=True):
+                assert torch.equal(joint[: length - 1, b], single[:, 0])
+            assert m.valid[: length - 1, b].all()
+            beyond = slice(length - 1, None)
+            assert not m.valid[beyond, b].any()
+            assert not m.discount[beyond, b].any()
+            assert not m.reward[beyond, b].any()
+            padded += len(t.action) - length
+    assert padded > 500
+
+
+def test_every_episode_is_equally_likely_however_long_it_is():
+    script, replay = Script(501), settings(batch_size=40).build(3)
+    fill(replay, script, 31)
+    known = script.episodes(31 * UNROLL, oldest=31 * UNROLL - 100)
+    assert len({length for _, _, length in known}) > 5
+    counts = {(stream, first): 0 for stream, first, _ in known}
+    for _ in range(200):
+        for _, stream, row in draw(replay).step.obs[0].tolist():
+            counts[stream, row] += 1
+    statistic, limit = chi_square(counts)
+    assert statistic < limit
+
+
+def test_an_episode_longer_than_the_ring_is_never_drawn():
+    script, replay = Script(501, density=0.0), settings(capacity=60).build(0)
+    script.is_first[[100, 104, 140, 141]] = True  # one far too long, one of four rows, one too long, one without a move
+    for k in range(40):
+        replay.add(script.trajectory(k))
+        while (batch := replay.sample()) is not None:
+            assert {column(batch.trajectory, b)[1] for b in range(16)} == {100}
+            replay.batches = int(replay.cfg.ratio * replay.moves)
+        known = script.episodes((k + 1) * UNROLL, oldest=(k + 1) * UNROLL - 20)
+        assert {tuple(e) for e in replay.episodes.tolist()} == known
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_an_interrupted_stream_yields_no_episode_made_of_two(window):
+    """A resumed run begins new episodes in row 0 of its first trajectory, where the old ones had not ended."""
+    replay = settings(window=window, batch_size=32).build(0)
+    drawn = set()
+    for number in range(6):
+        script = Script(101, density=0.1, number=number)
+        for k in range(4):
+            replay.add(script.trajectory(k))
+            t = draw(replay) if not replay._is_empty() else None
+            for b in range(0 if t is None else 32):
+                assert t is not None
+                kept = ~t.step.is_first[:, b].roll(-1) if window is None else torch.ones(7, dtype=torch.bool)
+                told = t.step.obs[:, b]
+                crossing = told[1:, 0] != told[:-1, 0]
+                assert t.step.is_first[1:, b][crossing].all()  # no move leads from one script to another
+                inside = ~crossing & (told[1:, 2] != told[:-1, 2])
+                assert (told[1:, 2] - told[:-1, 2])[inside & kept[:-1]].eq(1).all()
+                if window is None:
+                    last = int((~t.step.is_first[:, b]).nonzero().max())
+                    source, stream, row = told[last].tolist()
+                    assert told[: last + 1, 0].eq(source).all()
+                    assert Script(101, density=0.1, number=source).is_first[row + 1, stream]  # it really ended there
+                    drawn.add(source)
+    assert window is not None or len(drawn) > 3
+
+
+# -- the ring ------------------------------------------------------------------------------------------------------
+
+
+def test_the_row_that_two_trajectories_share_is_stored_once():
+    replay = settings(window=3, capacity=3000).build(0)
+    for k in range(10):
+        fill(replay, Script(101), 1, first=k)
+        assert replay.metrics()["replay_rows"] == STREAMS * (UNROLL * (k + 1) + 1)
+    rows = replay.rows[0].obs[: 10 * UNROLL + 1, :, 2]
+    assert torch.equal(rows, torch.arange(10 * UNROLL + 1)[:, None].expand(-1, STREAMS))
+
+
+def test_the_ring_holds_as_many_moves_as_it_was_told_and_never_grows():
+    replay = settings(window=3, capacity=100).build(0)
+    script = Script(501)
+    fill(replay, script, 1)
+    place = replay.rows[0].obs.data_ptr()
+    fill(replay, script, 99, first=1)
+    assert replay.rows[0].obs.data_ptr() == place
+    assert len(replay.rows[0].obs) == 34  # 100 // 3 moves each
+    assert replay.metrics()["replay_rows"] == 34 * STREAMS
+
+
+def test_what_was_drawn_does_not_change_when_more_is_played():
+    for window in (None, 8):
+        replay = settings(window=window, capacity=60, batch_size=4).build(0)
+        script = Script(501)
+        fill(replay, script, 8)
+        batch = replay.sample()
+        before = as_bits(batch)
+        fill(replay, script, 20, first=8)
+        assert as_bits(batch) == before
+
+
+# -- how often ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("ratio", [0.05, 0.25, 1, 3.7])
+def test_updates_keep_their_ratio_to_moves_over_a_long_run(ratio, window):
+    script = Script(1001)
+    replay = settings(ratio=ratio, window=window, batch_size=1).build(0)
+    played = given = 0
+    trajectories = 200 if ratio < 1 else 80
+    for k in range(trajectories):
+        replay.add(script.trajectory(k))
+        played += int((~script.is_first[k * UNROLL + 1 : (k + 1) * UNROLL + 1]).sum())  # resets are no moves
+        given += drain(replay)
+        if not replay._is_empty():
+            assert 0 <= Fraction(str(ratio)) * played - given < 1 + 1e-9
+        assert replay.moves == played
+    assert played < trajectories * UNROLL * STREAMS
+    assert replay.metrics()["updates_per_step"] == pytest.approx(ratio, abs=1 / played)
+
+
+def test_nothing_is_drawn_before_the_warm_up_and_all_that_is_due_after_it():
+    script, replay = Script(501, density=0.0), settings(warmup=100, ratio=0.5, window=2).build(0)
+    drawn = []
+    for k in range(10):  # 15 moves each
+        replay.add(script.trajectory(k))
+        drawn.append(drain(replay))
+    assert drawn == [0, 0, 0, 0, 0, 0, 52, 8, 7, 8]
+
+
+def test_producers_wait_when_more_is_due_than_one_trajectory_allows():
+    script, replay = Script(501, density=0.0), settings(ratio=0.4, window=2, warmup=20).build(0)
+    fullness = []
+    for k in range(3):  # 15 moves, worth 6 updates, each
+        replay.add(script.trajectory(k))
+        fullness.append(replay.full)
+    assert fullness == [False, True, True]  # nothing before the warm-up, then 12 and 18
+    for left in range(17, 5, -1):
+        assert replay.sample() is not None
+        assert replay.full == (left > 6)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_nobody_waits_while_there_is_nothing_to_draw_from(window):
+    """No episode has ended, or no window is long enough: only more experience helps."""
+    script, replay = Script(501, density=0.0), settings(window=window, batch_size=1).build(0)
+    script.is_first[38] = True
+    for k in range(7):
+        replay.add(script.trajectory(k))
+        assert replay.due > 100
+        assert replay.sample() is None
+        assert not replay.full
+    replay.add(script.trajectory(7))
+    assert replay.full
+    assert replay.sample() is not None
+
+
+def test_draws_come_from_the_seed():
+    bits = []
+    for seed in (0, 0, 1):
+        replay = settings(window=4).build(seed)
+        fill(replay, Script(101), 10)
+        bits.append([as_bits(replay.sample()) for _ in range(3)])
+    assert bits[0] == bits[1]
+    assert bits[0] != bits[2]
+    assert bits[0][0] != bits[0][1]
+
+
+# -- checkpoints --------------------------------------------------------------------------------------------------
+
+
+def through_a_file(snapshot: Any) -> tuple[Any, int]:
+    file = io.BytesIO()
+    torch.save(snapshot, file)
+    size = file.tell()
+    file.seek(0)
+    return torch.load(file, weights_only=True), size
+
+
+KINDS = {
+    "episodes": settings(capacity=147),
+    "windows": settings(capacity=147, window=6),
+    "memory": settings(capacity=147, window=6, stored_state=True),
+}
+
+
+@pytest.mark.parametrize("cfg", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("trajectories", [0, 3, 9, 10, 57])
+def test_a_saved_replay_goes_on_as_if_nothing_had_happened(cfg, trajectories):
+    script, replay = Script(501), cfg.build(0)
+    for k in range(trajectories):
+        replay.add(script.trajectory(k))
+        replay.sample()
+    saved, _ = through_a_file(replay.state_dict())
+    restored = cfg.build(0)
+    restored.load_state_dict(saved)
+    for k in range(trajectories, trajectories + 30):
+        for _ in range(2):
+            given = [r.sample() for r in (replay, restored)]
+            assert (given[0] is None) == (given[1] is None)
+            if given[0] is not None:
+                assert as_bits(given[0]) == as_bits(given[1])
+        for r in (replay, restored):
+            r.add(script.trajectory(k))
+        assert replay.full == restored.full
+        assert replay.metrics() == restored.metrics()
+
+
+def test_a_young_replay_takes_as_much_room_on_disk_as_it_holds():
+    sizes = []
+    for capacity in (300, 300_000):
+        replay = settings(capacity=capacity, window=4).build(0)
+        fill(replay, Script(101), 4)
+        sizes.append(through_a_file(replay.state_dict())[1])
+    assert sizes[1] < 1.1 * sizes[0]
+
+
+@pytest.mark.parametrize("cfg", KINDS.values(), ids=KINDS)
+def test_with_another_number_of_streams_the_counters_go_on_and_the_rows_do_not(cfg):
+    replay = cfg.build(0)
+    fill(replay, Script(101), 12)
+    given = [replay.sample() for _ in range(7)]
+    assert all(given)
+    wider = Uniform(**(vars(cfg) | {"streams": 4})).build(0)
+    wider.load_state_dict(through_a_file(replay.state_dict())[0])
+    assert (wider.moves, wider.batches) == (replay.moves, 7)
+    assert wider.sample() is None
+    assert not wider.full
+    script = Script(501, streams=4, number=9)
+    fill(wider, script, 30)
+    t = draw(wider)
+    assert t.step.obs[..., 0].eq(9).all()
+    assert wider.batches == 8
+
+
+# -- what cannot be ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"batch_size": 0}, r"algo\.batch-size=0 must be at least 1"),
+        ({"window": 0}, r"algo\.window=0 must be at least 1 move, or None for whole episodes"),
+        ({"ratio": 0.0}, r"algo\.ratio=0\.0 must be positive"),
+        ({"ratio": -1.0}, r"algo\.ratio=-1\.0 must be positive"),
+        ({"warmup": -1}, r"algo\.warmup=-1 must be at least 0"),
+        ({"stored_state": True}, r"algo\.stored-state needs windows"),
+        ({"capacity": 15}, r"algo\.capacity=15 is too small for one batch: it needs 16 moves"),
+        ({"capacity": 159, "window": 10}, r"algo\.capacity=159 is too small for one batch: it needs 160 moves"),
+    ],
+)
+def test_numbers_that_cannot_work_are_refused(changes, sentence):
+    with pytest.raises(UserError, match=sentence):
+        settings(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"capacity": 14}, r"capacity=14 holds 4 moves for each of 3 environments, fewer than the 5 .*--algo\.unroll"),
+        ({"capacity": 20, "window": 7}, r"holds 6 moves .* fewer than the 7 that --algo\.window needs"),
+        ({"capacity": 29, "window": 7, "stored_state": True}, r"holds 9 moves .* fewer than the 10 .*--algo\.window"),
+    ],
+)
+def test_a_ring_in_which_no_sample_fits_is_refused_with_the_first_trajectory(changes, sentence):
+    script = Script(101)
+    with pytest.raises(UserError, match=sentence):
+        settings(batch_size=1, **changes).build(0).add(script.trajectory(0))
+    enough = settings(batch_size=1, **changes | {"capacity": changes["capacity"] + 1}).build(0)
+    fill(enough, script, 20)
+    assert changes.get("window") is None or enough.sample() is not None
+
+
+def test_all_rows_are_equal():
+    with pytest.raises(AssertionError, match="equally likely"):
+        settings().build(0).update(torch.zeros(1), torch.zeros(1))
+
+
+def test_trajectories_are_of_one_length():
+    replay, script = settings().build(0), Script(101)
+    replay.add(script.trajectory(0))
+    with pytest.raises(AssertionError, match="one length"):
+        replay.add(script.trajectory(0, unroll=6))

@@ -100,7 +100,8 @@ def train(variant: str, delay: int, rate: float, seed: int) -> None:
 def finished(run: Path, delay: int) -> bool:
     """The evaluation after the last update is there."""
     path = run / "evaluations.csv"
-    return path.exists() and int(path.read_text().rstrip().rsplit("\n", 1)[-1].split(",")[0]) >= frames(delay)
+    rows = path.read_text().split() if path.exists() else []
+    return len(rows) > 1 and int(rows[-1].split(",")[0]) >= frames(delay)
 
 
 def curve(run: Path, delay: int) -> np.ndarray:

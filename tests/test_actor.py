@@ -16,7 +16,7 @@ from bestiary.actor import Actor
 from bestiary.algos.base import Agent
 from bestiary.envs import Atari, Catch, Gym, Recall
 from bestiary.envs.world import Raw, World
-from bestiary.evaluation import play
+from bestiary.evaluation import ROWS, play
 from bestiary.seeding import TRAIN
 from bestiary.types import Episode, Snapshot, Spec, State, TimeStep, Trajectory
 
@@ -344,4 +344,5 @@ def test_play_gives_up_when_no_game_counts():
 
 def test_play_stops_when_told():
     rounds = iter([False] * 5 + [True])
-    assert len(games(100, Clockwork(1), stop=lambda: next(rounds))) == 2
+    # asked before every round of rows; a game takes two rows here
+    assert len(games(1000, Clockwork(1), stop=lambda: next(rounds))) == 5 * ROWS // 2

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bestiary.algos.off_policy import OffPolicy
 from bestiary.envs import Recall
 from bestiary.experiment import Experiment, family
 from bestiary.presets import preset
@@ -24,26 +25,28 @@ CASES = [(algo, core) for algo in family("algo") for core in family("core")]
 def experiment(algo: str, core: str) -> Experiment:
     base = preset("recall")
     chosen = base.algo if isinstance(base.algo, family("algo")[algo]) else family("algo")[algo]()
+    often = {"warmup": 100, "ratio": 0.02} if isinstance(chosen, OffPolicy) else {}  # about an update per round
     cls = family("core")[core]
     memory = cls(**{name: value for name, value in NARROW.items() if name in cls.__dataclass_fields__})
     return replace(
         base,
         env=Recall(delay=4),
-        algo=replace(chosen, unroll=8, batch_size=8),
+        algo=replace(chosen, unroll=8, batch_size=8, **often),
         core=memory,
         runtime=Local(envs=8, threads=1),
     )
 
 
 def numbers(algo: str, core: str) -> dict[str, float]:
-    """Metrics of updates 1, 10 and 50, and the mean score on the way."""
+    """Metrics once 1, 10 and 50 updates are made, and the mean score on the way."""
     runtime = experiment(algo, core).runtime.start(experiment(algo, core))
-    out, scores = {}, []
+    out, scores, marks = {}, [], [1, 10, 50]
     for progress in runtime:
         scores += [e.score for e in progress.episodes]
-        if progress.updates in (1, 10, 50):
-            out |= {f"{progress.updates}/{k}": v for k, v in progress.metrics.items()}
-        if progress.updates >= 50:
+        if progress.metrics and progress.updates >= marks[0]:
+            out |= {f"{marks[0]}/{k}": v for k, v in progress.metrics.items()}
+            marks = [mark for mark in marks if mark > progress.updates]
+        if not marks:
             break
     runtime.close()
     return out | {"score": sum(scores) / len(scores)}

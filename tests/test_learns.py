@@ -5,12 +5,14 @@ from dataclasses import replace
 import pytest
 
 import bestiary
+from bestiary.algos import SacDiscrete
 from bestiary.cores import DeltaNet, DeltaRnn, Ff, Gpt, Gru, LinearTransformer, Lstm, RecurrentDeltaNet
 from bestiary.envs import Recall
 from bestiary.experiment import Evaluation, Experiment, family
 from bestiary.nets import Mlp
 from bestiary.optim import Adam
 from bestiary.presets import preset
+from bestiary.presets.memory_rl import quick_tmaze
 
 pytestmark = pytest.mark.learns
 
@@ -47,6 +49,39 @@ def test_impala_solves_recall_with_every_memory(tmp_path, name):
 
 def test_impala_without_memory_stays_at_chance_on_recall(tmp_path):
     assert score(replace(RECALL, core=Ff()), tmp_path / "run") < 0.4  # chance is 0.25
+
+
+TMAZE = quick_tmaze(5, episodes=1_500)
+
+
+def test_dqn_with_an_lstm_solves_the_tmaze(tmp_path):
+    algo = replace(TMAZE.algo, optimizer=Adam(lr=5e-3))
+    assert score(replace(TMAZE, core=Lstm(hidden=32, chrono=12), algo=algo), tmp_path / "run") > 0.95
+
+
+def test_dqn_with_a_delta_net_finds_the_cue_of_the_active_tmaze(tmp_path):
+    assert score(quick_tmaze(5, active=True), tmp_path / "run") > 0.95
+
+
+def test_dqn_without_memory_stays_at_chance_in_the_tmaze(tmp_path):
+    assert score(replace(TMAZE, core=Ff()), tmp_path / "run") < 0.7  # chance is 0.5, 200 games
+
+
+def test_dqn_without_memory_solves_the_tmaze_when_it_is_shown_the_goal(tmp_path):
+    assert score(replace(TMAZE, env=replace(TMAZE.env, oracle=True), core=Ff()), tmp_path / "run") > 0.95
+
+
+def test_sac_discrete_solves_recall(tmp_path):
+    algo = SacDiscrete(
+        unroll=8, batch_size=32, capacity=50_000, ratio=0.05, temperature=0.02, head=(64,), shared_encoder=True,
+        freeze_critic=True, optimizer=Adam(lr=2e-3),
+    )  # fmt: skip
+    core = DeltaNet(**SMALL, feature_map="silu", beta_bias=2.0)
+    assert score(replace(RECALL, algo=algo, core=core, frames=40_000), tmp_path / "run") > 0.95
+
+
+def test_dqn_without_memory_improves_on_cartpole(tmp_path):
+    assert score(replace(preset("cartpole-dqn"), frames=30_000), tmp_path / "run") > 100  # random play: 22
 
 
 def test_impala_with_an_lstm_solves_catch(tmp_path):

@@ -16,6 +16,7 @@ PRESETS: dict[str, tuple[str, str]] = {
     "tmaze": ("memory_rl", "DQN + Delta Net remembers a cue along a corridor of fifty cells: seconds"),
     "catch": ("small", "IMPALA on Catch, the smallest task with pictures: seconds"),
     "cartpole": ("small", "IMPALA on CartPole-v1, or any Gymnasium id with --env.id"),
+    "cartpole-dqn": ("small", "DQN on CartPole-v1, or any Gymnasium id with --env.id"),
     "pong": ("small", "IMPALA on Pong (or any Atari game) with settings for a small machine"),
     "impala-shallow": ("impala", "the IMPALA paper, shallow network, one Atari game"),
     "impala-deep": ("impala", "the IMPALA paper, deep residual network, one Atari game"),

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from bestiary.algos import Impala
+from bestiary.algos import Dqn, Impala
 from bestiary.cores import Ff, Lstm
 from bestiary.envs import Atari, Catch, Gym, Recall
 from bestiary.experiment import Evaluation, Experiment
@@ -49,6 +49,27 @@ cartpole = replace(
     runtime=Local(envs=16),
     frames=300_000,
     evaluation=Evaluation(episodes=20),
+)
+
+cartpole_dqn = replace(
+    cartpole,
+    algo=Dqn(
+        unroll=4,
+        batch_size=16,  # windows
+        window=8,  # moves; they may cross from one episode into the next
+        capacity=50_000,
+        ratio=0.2,
+        discount=0.99,
+        trace_decay=0.8,
+        tau=0.01,
+        huber=True,
+        epsilon_last=0.05,
+        epsilon_fraction=0.3,
+        head=(128,),
+        grad_norm=10.0,
+        optimizer=Adam(lr=5e-4),
+    ),
+    frames=50_000,
 )
 
 pong = Experiment(

@@ -7,7 +7,7 @@ EXTRAS := atari,plot,video,dev
 .PHONY: train test setup bench fmt check test-learns clean
 
 train: setup            ## train the default job, evaluate it, say where the results are
-	$(BIN)/bestiary train recall
+	$(BIN)/bestiary train tmaze
 	$(BIN)/bestiary eval runs/latest
 
 test: check             ## lint, types and the test suite

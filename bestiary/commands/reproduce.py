@@ -37,7 +37,7 @@ def main(args: list[str]) -> int:
     cfg = parse(Settings, args, "bestiary reproduce")
     from bestiary.machine import cores
 
-    workers = cfg.jobs or cores()
+    workers = cores() if cfg.jobs is None else cfg.jobs
     if workers < 1:
         raise UserError(f"jobs={workers} must be at least 1")
     root = cfg.out or Path("runs/reproduce") / f"{cfg.figure.replace('/', '-')}-{cfg.scale}"

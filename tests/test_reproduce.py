@@ -1,0 +1,114 @@
+"""A figure from one command: its plan, its runs, what was interrupted, and what comes out."""
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bestiary import reproduce
+from bestiary.cli import main
+from bestiary.experiment import Evaluation, Experiment
+from bestiary.presets import memory_rl
+from bestiary.presets.budgets import MEMORY_RL
+from bestiary.run import Run
+
+
+def tiny(task: str, length: int, memory: str, seed: int = 0) -> Experiment:
+    made = memory_rl_quick(task, length, memory, seed)
+    return replace(made, frames=16 * (length + 40), evaluation=Evaluation(episodes=4))
+
+
+memory_rl_quick = memory_rl.quick
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Two lengths of a task each, a few episodes long."""
+    monkeypatch.setattr(reproduce, "SMALL_LENGTHS", {"tmaze-passive": (1, 3), "visual-match": (1, 2)})
+    monkeypatch.setattr(memory_rl, "quick", tiny)
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_row_of_the_papers_budget_is_planned():
+    for figure, tasks in reproduce.FIGURES.items():
+        jobs = reproduce.plan(figure, "paper", 2, (), Path("nowhere"))
+        assert {(j.task, j.length, j.memory, j.seed) for j in jobs} == {
+            (task, length, memory, seed)
+            for task in tasks
+            for length in MEMORY_RL[task]
+            for memory in ("lstm", "gpt")
+            for seed in (0, 1)
+        }
+        for job in jobs:
+            env = job.experiment.env
+            assert getattr(env, "length", None) == job.length and job.experiment.seed == job.seed
+            assert type(env).__name__ == {"t": "TMaze", "v": "VisualMatch", "k": "KeyToDoor"}[job.task[0]]
+
+
+def test_a_figure_is_made_then_nothing_is_made_twice(short, tmp_path, capsys):
+    args = ["reproduce", "memory-rl/fig3", "--seeds", "2", "--cores", "ff", "delta-net", "--out", str(tmp_path)]
+    assert main(args) == 0
+    told = capsys.readouterr().out
+    assert "16 runs, 0 of them finished" in told and "16 of 16" in told
+    for kind in ("png", "svg", "csv"):
+        assert (tmp_path / f"figure.{kind}").stat().st_size > 300
+    table = rows(tmp_path / "figure.csv")
+    assert len(table) == 8 and {row["seeds"] for row in table} == {"2"}
+    row = next(r for r in table if (r["task"], r["memory"], r["length"]) == ("tmaze-passive", "ff", "3"))
+    finals = [float(rows(tmp_path / f"tmaze-passive-3-ff-seed{s}" / "evaluations.csv")[-1]["score"]) for s in (0, 1)]
+    assert float(row["mean"]) == pytest.approx(sum(finals) / 2, abs=1e-4)
+    assert {r["metric"] for r in table if r["task"] == "visual-match"} == {"success"}
+
+    stamps = {p: p.stat().st_mtime for p in tmp_path.glob("*/evaluations.csv")}
+    assert main(args) == 0
+    assert "16 of them finished" in capsys.readouterr().out
+    assert stamps == {p: p.stat().st_mtime for p in tmp_path.glob("*/evaluations.csv")}
+
+
+def test_a_run_that_was_broken_off_is_finished(short, tmp_path):
+    job = reproduce.plan("memory-rl/fig3", "small", 1, ("delta-net",), tmp_path)[0]
+    Run.create(job.path, job.experiment)  # started, and stopped before anything was saved
+    (job.path / "evaluations.csv").write_text("")
+    assert not job.finished
+    assert reproduce.make([job], 1, lambda text: None, {job.kind: 1.0}) == []
+    assert job.finished
+
+
+def test_what_was_not_run_is_marked_so(short, tmp_path):
+    jobs = reproduce.plan("memory-rl/fig3", "small", 1, ("ff",), tmp_path)
+    reproduce.make(jobs[:1], 1, lambda text: None, {jobs[0].kind: 1.0})
+    reproduce.picture(jobs, "memory-rl/fig3", tmp_path / "figure", "mean")
+    told = {(r["task"], r["length"]): r["mean"] for r in rows(tmp_path / "figure.csv")}
+    assert list(told.values()).count("not run") == 3
+
+
+def test_a_run_that_fails_is_named_and_the_others_go_on(short, tmp_path):
+    jobs = reproduce.plan("memory-rl/fig3", "small", 1, ("ff",), tmp_path)[:2]
+    broken = jobs[0]._replace(
+        experiment=replace(jobs[0].experiment, runtime=replace(jobs[0].experiment.runtime, device="no"))
+    )
+    problems = reproduce.make([broken, jobs[1]], 1, lambda text: None, {job.kind: 1.0 for job in jobs})
+    assert len(problems) == 1 and broken.name in problems[0] and "device='no'" in problems[0]
+    assert jobs[1].finished
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["memory-rl/fig4"], "there is no figure 'memory-rl/fig4': did you mean memory-rl/fig3"),
+        (["memory-rl/fig3", "--seeds", "0"], "seeds=0 must be at least 1"),
+        (["memory-rl/fig3", "--cores", "lsmt"], "there is no memory 'lsmt' at this scale: did you mean lstm"),
+        (["memory-rl/fig3", "--scale", "paper", "--cores", "gru"], "there is no memory 'gru' at this scale"),
+        (["memory-rl/fig3", "--jobs", "0"], "jobs=0 must be at least 1"),
+    ],
+)
+def test_wrong_words_are_refused(args, sentence, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["reproduce", *args]) == 2
+    assert sentence in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())

@@ -100,7 +100,7 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(short, tmp_path):
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        (["memory-rl/fig4"], "there is no figure 'memory-rl/fig4': did you mean memory-rl/fig3"),
+        (["memory-rl/fig4"], "there is no figure 'memory-rl/fig4': did you mean memory-rl/fig6"),
         (["memory-rl/fig3", "--seeds", "0"], "seeds=0 must be at least 1"),
         (["memory-rl/fig3", "--cores", "lsmt"], "there is no memory 'lsmt' at this scale: did you mean lstm"),
         (["memory-rl/fig3", "--scale", "paper", "--cores", "gru"], "there is no memory 'gru' at this scale"),

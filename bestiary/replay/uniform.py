@@ -120,14 +120,8 @@ class UniformReplay:
     def _whole(self, rng: np.random.Generator) -> Batch:
         stream, first, length = self.episodes[rng.integers(len(self.episodes), size=self.cfg.batch_size)].T
         row = np.arange(length.max())[:, None]
-        beyond = row >= length
-        t = self._gather(first + np.where(beyond, 0, row), stream)
-        if beyond.any():  # padding is a run of one-row episodes: nothing is learnt from it
-            pad = torch.from_numpy(beyond)
-            t.step.is_first[pad] = True
-            t.step.is_terminal[pad] = False
-            t.step.reward[pad] = 0
-        return Batch(t)
+        # an episode that is over goes on as its first row: a run of one-row episodes, from which nothing is learnt
+        return Batch(self._gather(first + np.where(row < length, row, 0), stream))
 
     def _windows(self, rng: np.random.Generator, window: int) -> Batch:
         """Any rows in a row, episodes' borders included."""

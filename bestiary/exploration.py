@@ -4,10 +4,10 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bestiary.compiling import compiler
 from bestiary.types import Snapshot, TimeStep
 
 
@@ -38,9 +38,10 @@ class Fixed:
 
 
 PLACES = 1 << 20
+compiled = compiler()
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def place(odd, obs, prev_action):
     """Where an observation, and the action that led to it, is counted: a hash of 20 bits."""
     h = np.uint64(prev_action + 1) * odd[len(obs)]
@@ -50,7 +51,7 @@ def place(odd, obs, prev_action):
     return np.int64((h ^ (h >> np.uint64(32))) >> np.uint64(44))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def count(counts, odd, obs, prev_action):
     for b in range(len(obs)):
         counts[place(odd, obs[b], prev_action[b])] += 1

@@ -14,15 +14,15 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from bestiary.compiling import compiler
 from bestiary.exploration import count, place
 from bestiary.ops.rows import fma, load, store
 from bestiary.types import Spec, State
 
-compiled = njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz", "arcp"})
+compiled = compiler(error_model="numpy", fastmath={"reassoc", "contract", "nsz", "arcp"})
 
 LINEAR, CONVOLUTION, NORM, ADD, COPY, LSTM, GRU, FAST = range(8)
 LINEAR_TRANSFORMER, DELTA_NET, RECURRENT_DELTA_NET, DELTA_RNN = range(4)

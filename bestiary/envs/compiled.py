@@ -6,16 +6,16 @@ from typing import Any, ClassVar
 import gymnasium as gym
 import numpy as np
 from gymnasium.spaces import Box, Discrete
-from numba import njit
 from numpy.typing import NDArray
 
 from bestiary import seeding
+from bestiary.compiling import compiler
 from bestiary.envs.batched import BatchedEnv
 from bestiary.errors import UserError
 from bestiary.suggest import did_you_mean
 from bestiary.types import Snapshot
 
-compiled = njit(cache=True, nogil=True)
+compiled = compiler()
 mix = compiled(seeding.mix)
 
 # what every record begins with

@@ -9,13 +9,13 @@ is a single product at the end.
 from typing import Any
 
 import torch
-from numba import njit
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from bestiary.compiling import compiler
 from bestiary.ops.rows import load, sigmoid, spread, store, tanh, zeros
 
-compiled = njit(nogil=True, cache=True, error_model="numpy")
+compiled = compiler(error_model="numpy")
 
 
 @compiled

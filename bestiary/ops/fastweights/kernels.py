@@ -18,6 +18,7 @@ import math
 import numpy as np
 from numba import njit
 
+from bestiary.compiling import compiler
 from bestiary.ops.rows import (
     dot,
     exp,
@@ -36,7 +37,7 @@ BLOCK = 32  # rows whose memories are made again at once: 128 KiB for a head of 
 ELU, SOFTMAX, SILU = 0, 1, 2
 Q, K, ERROR = 0, 1, 2  # parts of a row: mapped query, mapped key, what the delta rule found missing
 
-compiled = njit(nogil=True, cache=True, error_model="numpy")
+compiled = compiler(error_model="numpy")
 inlined = njit(nogil=True, error_model="numpy", forceinline=True)
 
 

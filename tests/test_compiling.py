@@ -1,0 +1,29 @@
+"""Machine code is kept between processes, and never outlives the code it was made from."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from bestiary import compiling
+
+HEAD = "from bestiary.compiling import compiler\n"
+CALLED = HEAD + "\n@compiler()\ndef called(x):\n    return x + {0}\n"
+CALLS = HEAD + "from bestiary.called import called\n\n@compiler()\ndef calls(x):\n    return called(x)\n"
+ASK = "from bestiary.calls import calls; print(calls(1), len(calls.stats.cache_hits))"
+
+
+def test_a_change_in_what_is_called_reaches_who_calls(tmp_path):
+    package = tmp_path / "bestiary"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "compiling.py").write_text(Path(compiling.__file__).read_text())
+    (package / "calls.py").write_text(CALLS)
+
+    def answer(number: int) -> str:
+        (package / "called.py").write_text(CALLED.format(number))
+        done = subprocess.run([sys.executable, "-c", ASK], cwd=tmp_path, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    assert answer(1) == "2 0"  # compiled
+    assert answer(1) == "2 1"  # kept
+    assert answer(77) == "78 0"  # made anew; another length, or Python itself would not notice within a second

@@ -268,8 +268,8 @@ class Torso(nn.Module):
         self.stack = FrameStack(spec, net.frame_stack)
         self.encoder = Encoder(net.encoder, spec, net.frame_stack)
         # what else is fed, each with its layer or as it is
-        self.reward, reward_width = embedding(1, net.reward_units)
-        self.action, action_width = embedding(spec.num_actions, net.action_units)
+        self.reward, reward_width = embedding(1, net.reward_units if net.prev_reward else None)
+        self.action, action_width = embedding(spec.num_actions, net.action_units if net.prev_action else None)
         if net.init == "orthogonal":
             for module in (self.encoder, self.reward, self.action):
                 orthogonal(module, gain=2**0.5)  # keeps the scale through ReLU

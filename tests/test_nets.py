@@ -412,3 +412,11 @@ def test_a_stack_of_no_frames_is_refused(size):
 def test_an_encoder_of_no_size_is_refused(encoder):
     with pytest.raises(ValueError, match=r"net\.encoder needs hidden-size and num-layers of at least 1, not"):
         Net(encoder=encoder)
+
+
+def test_what_is_not_fed_has_no_layer():
+    """A layer that nothing goes through would be a parameter that is never trained."""
+    spec = Spec("any", (3,), torch.float32, 4)
+    shown = Torso(spec, Net(action_units=5, reward_units=2, prev_action=False, prev_reward=False), Ff())
+    plain = Torso(spec, Net(prev_action=False, prev_reward=False), Ff())
+    assert [p.shape for p in shown.parameters()] == [p.shape for p in plain.parameters()]

@@ -494,3 +494,13 @@ def test_trajectories_are_of_one_length():
     replay.add(script.trajectory(0))
     with pytest.raises(AssertionError, match="one length"):
         replay.add(script.trajectory(0, unroll=6))
+
+
+def test_episodes_that_can_never_be_kept_are_refused():
+    """Nothing would ever be learnt, and nobody would say so."""
+    replay = settings(capacity=6 * STREAMS).build(0)
+    with pytest.raises(UserError, match=r"holds 6 moves for each of 3 environments, but episodes have 11: raise it"):
+        for start in (0, UNROLL, 2 * UNROLL):
+            row = torch.arange(start, start + UNROLL + 1)[:, None].expand(-1, STREAMS)
+            step = TimeStep(row[..., None].float(), row, row * 0.0, row % 12 == 0, row < 0)
+            replay.add(Trajectory(step, row, {}, (), torch.zeros(STREAMS)))

@@ -91,6 +91,11 @@ class UniformReplay:
         alive = self.episodes[self.episodes[:, 1] >= oldest]
         new = np.array(ended, np.int64).reshape(-1, 3)
         self.episodes = np.concatenate([alive, new[(new[:, 1] >= oldest) & (new[:, 2] > 1)]])
+        if self.cfg.window is None and len(new) and not len(self.episodes) and new[:, 2].min() > self.slots:
+            raise UserError(
+                f"algo.capacity={self.cfg.capacity} holds {self.slots - 1} moves for each of {self.cfg.streams} "
+                f"environments, but episodes have {new[:, 2].min() - 1}: raise it, or set --algo.window"
+            )
 
     # -- out -----------------------------------------------------------------------------------------
 

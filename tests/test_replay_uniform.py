@@ -498,9 +498,10 @@ def test_trajectories_are_of_one_length():
 
 def test_episodes_that_can_never_be_kept_are_refused():
     """Nothing would ever be learnt, and nobody would say so."""
-    replay = settings(capacity=6 * STREAMS).build(0)
-    with pytest.raises(UserError, match=r"holds 6 moves for each of 3 environments, but episodes have 11: raise it"):
-        for start in (0, UNROLL, 2 * UNROLL):
-            row = torch.arange(start, start + UNROLL + 1)[:, None].expand(-1, STREAMS)
-            step = TimeStep(row[..., None].float(), row, row * 0.0, row % 12 == 0, row < 0)
-            replay.add(Trajectory(step, row, {}, (), torch.zeros(STREAMS)))
+    small = settings(capacity=10 * STREAMS)
+    with pytest.raises(
+        UserError, match=r"holds 10 moves for each of 3 env.* can have 11: raise it to 33, or set --alg"
+    ):
+        small.build(0, horizon=11)
+    small.build(0, horizon=10)
+    settings(capacity=10 * STREAMS, window=2).build(0, horizon=11)

@@ -29,4 +29,6 @@ class Replay(Protocol):
 
 
 class ReplayConfig(Protocol):
-    def build(self, seed: int) -> Replay: ...
+    def build(self, seed: int, horizon: int | None) -> Replay:
+        """horizon: moves of the longest episode, where that is known."""
+        ...

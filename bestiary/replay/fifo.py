@@ -85,5 +85,5 @@ class Fifo:
                 f"lower --algo.batch-size to {self.capacity}, or raise --runtime.envs or --algo.queue"
             )
 
-    def build(self, seed: int = 0) -> FifoReplay:
+    def build(self, seed: int = 0, horizon: int | None = None) -> FifoReplay:
         return FifoReplay(self)

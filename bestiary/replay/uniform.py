@@ -91,11 +91,6 @@ class UniformReplay:
         alive = self.episodes[self.episodes[:, 1] >= oldest]
         new = np.array(ended, np.int64).reshape(-1, 3)
         self.episodes = np.concatenate([alive, new[(new[:, 1] >= oldest) & (new[:, 2] > 1)]])
-        if self.cfg.window is None and len(new) and not len(self.episodes) and new[:, 2].min() > self.slots:
-            raise UserError(
-                f"algo.capacity={self.cfg.capacity} holds {self.slots - 1} moves for each of {self.cfg.streams} "
-                f"environments, but episodes have {new[:, 2].min() - 1}: raise it, or set --algo.window"
-            )
 
     # -- out -----------------------------------------------------------------------------------------
 
@@ -227,5 +222,11 @@ class Uniform:
         if self.capacity < needed:
             raise UserError(f"algo.capacity={self.capacity} is too small for one batch: it needs {needed} moves")
 
-    def build(self, seed: int) -> UniformReplay:
-        return UniformReplay(self, seed)
+    def build(self, seed: int, horizon: int | None = None) -> UniformReplay:
+        replay = UniformReplay(self, seed)
+        if self.window is None and horizon is not None and horizon >= replay.slots:
+            raise UserError(
+                f"algo.capacity={self.capacity} holds {replay.slots - 1} moves for each of {self.streams} environments, "
+                f"but an episode can have {horizon}: raise it to {horizon * self.streams}, or set --algo.window"
+            )
+        return replay

@@ -52,7 +52,7 @@ class LocalRuntime:
             agent = experiment.algo.agent(self.spec, experiment.net, experiment.core).to(self.device)
             total_steps = experiment.frames // self.spec.frames_per_step
             self.learner = experiment.algo.learner(agent, max(1, total_steps))
-            self.replay = experiment.algo.replay(runtime.envs).build(experiment.seed)
+            self.replay = experiment.algo.replay(runtime.envs).build(experiment.seed, self.spec.horizon)
             self._build_actor()
         except BaseException:
             self.close()

@@ -504,4 +504,4 @@ def test_episodes_that_can_never_be_kept_are_refused():
     ):
         small.build(0, horizon=11)
     small.build(0, horizon=10)
-    settings(capacity=10 * STREAMS, window=2).build(0, horizon=11)
+    settings(capacity=10 * STREAMS, batch_size=2, window=2).build(0, horizon=11)

@@ -227,6 +227,7 @@ class Uniform:
         if self.window is None and horizon is not None and horizon >= replay.slots:
             raise UserError(
                 f"algo.capacity={self.capacity} holds {replay.slots - 1} moves for each of {self.streams} "
-                f"environments, but an episode can have {horizon}: raise it to {horizon * self.streams}, or set --algo.window"
+                f"environments, but an episode can have {horizon}: raise it to {horizon * self.streams}, "
+                "or set --algo.window"
             )
         return replay

@@ -4,6 +4,7 @@
     python benchmarks/recall.py run      # with the rates chosen: 3 seeds, 3 delays; skips what is finished
     python benchmarks/recall.py collect  # runs -> benchmarks/recall/memories.csv
     python benchmarks/recall.py draw     # memories.csv -> docs/pictures/recall-memories.png and recall-bptt.png
+    python benchmarks/recall.py table    # memories.csv -> the table in benchmarks/README.md
 
 All learn from the same number of updates of the same number of whole episodes. The fast-weight memories come with two
 kinds of keys: L2-normalised SiLU (with eager writing, beta's bias at 2) and, under `-published`, those of their paper.
@@ -138,11 +139,38 @@ def collect() -> None:
                         write.writerow([variant, delay, seed, f"{rate:g}", at, f"{score:.4f}"])
 
 
-def draw() -> None:
-    curves: dict[tuple[str, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+Scores = dict[tuple[str, int], dict[int, list[float]]]  # (variant, delay) -> seed -> score in each bin
+
+
+def read() -> Scores:
+    curves: Scores = defaultdict(lambda: defaultdict(list))
     with TABLE.open() as file:
         for row in csv.DictReader(file):
             curves[row["memory"], int(row["delay"])][int(row["seed"])].append(float(row["score"]))
+    return curves
+
+
+def table() -> None:
+    """Right answers in the last tenth of training, seed by seed, and (in brackets) over all of it."""
+    curves, last = read(), BINS // 10
+    print(
+        "| memory | learning rate | "
+        + " | ".join(f"delay {d}" for d in DELAYS)
+        + " |\n"
+        + "|---" * (2 + len(DELAYS))
+        + "|"
+    )
+    for variant, rate in rates().items():
+        cells = []
+        for delay in DELAYS:
+            seeds = np.array(list(curves[variant, delay].values())) if delay in delays(variant) else np.zeros((0, BINS))
+            ends = ", ".join(f"{x:.2f}" for x in seeds[:, -last:].mean(1))
+            cells.append(f"{ends} ({seeds.mean():.2f})" if len(seeds) else "not run")
+        print(f"| {variant} | {rate:g} | " + " | ".join(cells) + " |")
+
+
+def draw() -> None:
+    curves = read()
 
     def line(axes: plt.Axes, variant: str, delay: int, label: str, **style: object) -> None:
         seeds = np.array(list(curves[variant, delay].values()))
@@ -190,7 +218,7 @@ def draw() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("tune", "run", "collect", "draw"))
+    parser.add_argument("what", choices=("tune", "run", "collect", "draw", "table"))
     parser.add_argument("--jobs", type=int, default=2, help="runs at the same time, one thread each")
     args = parser.parse_args()
     pool = ThreadPoolExecutor(args.jobs)
@@ -201,10 +229,8 @@ def main() -> None:
     elif args.what == "run":
         plan = [(v, d, r, s) for d in DELAYS for s in SEEDS for v, r in rates().items() if d in delays(v)]
         list(pool.map(lambda job: train(*job), plan))
-    elif args.what == "collect":
-        collect()
     else:
-        draw()
+        {"collect": collect, "draw": draw, "table": table}[args.what]()
 
 
 if __name__ == "__main__":

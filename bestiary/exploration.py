@@ -7,7 +7,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bestiary.compiling import compiler
 from bestiary.types import Snapshot, TimeStep
 
 
@@ -37,26 +36,6 @@ class Fixed:
         pass
 
 
-PLACES = 1 << 20
-compiled = compiler()
-
-
-@compiled
-def place(odd, obs, prev_action):
-    """Where an observation, and the action that led to it, is counted: a hash of 20 bits."""
-    h = np.uint64(prev_action + 1) * odd[len(obs)]
-    for j in range(len(obs)):
-        h ^= (np.uint64(np.int64(obs[j] * 1024)) + np.uint64(j + 1)) * odd[j]  # to a thousandth, if it is a fraction
-        h = (h ^ (h >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
-    return np.int64((h ^ (h >> np.uint64(32))) >> np.uint64(44))
-
-
-@compiled
-def count(counts, odd, obs, prev_action):
-    for b in range(len(obs)):
-        counts[place(odd, obs[b], prev_action[b])] += 1
-
-
 class Novelty:
     """scale / N^power: N counts how often what is seen, together with the action that led to it, was seen before.
 
@@ -65,8 +44,11 @@ class Novelty:
     """
 
     def __init__(self, scale: float, power: float = 0.5) -> None:
+        from bestiary import counting  # compiled: loaded only where something is counted
+
+        self.counting = counting
         self.scale, self.power = scale, power
-        self.counts = np.zeros(PLACES, np.int64)
+        self.counts = np.zeros(counting.PLACES, np.int64)
         self.odd = np.zeros(0, np.uint64)
 
     def numbers(self, size: int) -> NDArray[np.uint64]:
@@ -78,8 +60,8 @@ class Novelty:
     def __call__(self, step: TimeStep) -> Tensor:
         seen, prev_action = step.obs.cpu().flatten(1).numpy(), step.prev_action.cpu().numpy()
         odd = self.numbers(seen.shape[1])
-        count(self.counts, odd, seen, prev_action)
-        often = np.array([self.counts[place(odd, s, a)] for s, a in zip(seen, prev_action, strict=True)])
+        self.counting.count(self.counts, odd, seen, prev_action)
+        often = np.array([self.counts[self.counting.place(odd, s, a)] for s, a in zip(seen, prev_action, strict=True)])
         least = (self.scale / often**self.power).clip(max=1).astype(np.float32)
         return torch.from_numpy(least).to(step.reward.device)
 

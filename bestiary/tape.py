@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from bestiary.compiling import compiler
-from bestiary.exploration import count, place
+from bestiary.counting import count, place
 from bestiary.ops.rows import fma, load, store
 from bestiary.types import Spec, State
 

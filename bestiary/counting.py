@@ -1,0 +1,24 @@
+"""How often what is seen was seen before: counts by hash, in compiled code."""
+
+import numpy as np
+
+from bestiary.compiling import compiler
+
+PLACES = 1 << 20
+compiled = compiler()
+
+
+@compiled
+def place(odd, obs, prev_action):
+    """Where an observation, and the action that led to it, is counted: a hash of 20 bits."""
+    h = np.uint64(prev_action + 1) * odd[len(obs)]
+    for j in range(len(obs)):
+        h ^= (np.uint64(np.int64(obs[j] * 1024)) + np.uint64(j + 1)) * odd[j]  # to a thousandth, if it is a fraction
+        h = (h ^ (h >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+    return np.int64((h ^ (h >> np.uint64(32))) >> np.uint64(44))
+
+
+@compiled
+def count(counts, odd, obs, prev_action):
+    for b in range(len(obs)):
+        counts[place(odd, obs[b], prev_action[b])] += 1

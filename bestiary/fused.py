@@ -115,5 +115,5 @@ def fused(actor: "Actor") -> Fused | None:
     if sum(p.numel() for p in actor.agent.parameters()) > SMALL:
         return None
     program = tape.Tape(spec)
-    at = actor.agent.write(program)
+    at = actor.agent.to_tape(program)
     return None if at is None else Fused(actor, world, program, at)

@@ -169,7 +169,7 @@ class Encoder(nn.Module):
             x = F.relu(layer(x))
         return last(x) if self.ends_linear else F.relu(last(x))
 
-    def write(self, tape: "Tape") -> int | None:
+    def to_tape(self, tape: "Tape") -> int | None:
         """As instructions for compiled acting; None for networks that are not small."""
         x, (channels, *size) = tape.obs, self.shape if len(self.shape) == 3 else (1, 1, 1)
         convolutions = [m for m in self.convolutions if not isinstance(m, nn.ReLU)]
@@ -280,9 +280,9 @@ class Torso(nn.Module):
         device = self.encoder.layers[0].weight.device
         return self.stack.initial_state(batch_size, device) + self.core.initial_state(batch_size)  # type: ignore
 
-    def write(self, tape: "Tape") -> int | None:
+    def to_tape(self, tape: "Tape") -> int | None:
         """As instructions for compiled acting, in the order of `forward`; None: too large, or memory has none."""
-        seen = self.encoder.write(tape) if self.net.frame_stack == 1 else None
+        seen = self.encoder.to_tape(tape) if self.net.frame_stack == 1 else None
         if seen is None:
             return None
         parts = [(seen, self.encoder.width)]
@@ -298,7 +298,7 @@ class Torso(nn.Module):
         for part, n in parts:
             tape.copy(part, n, at)
             at += n
-        return self.core.write(tape, x)
+        return self.core.to_tape(tape, x)
 
     def forward(self, step: TimeStep, state: State) -> tuple[Tensor, State]:
         T, B = step.is_first.shape

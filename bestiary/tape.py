@@ -2,7 +2,7 @@
 
 An ordinary step of acting is a few dozen calls into PyTorch, each of which costs more than the arithmetic of a small
 network. A tape is the same network written down once: where to read, where to write, which weights. Modules write
-themselves (`write(tape, x) -> where the result is`); one that cannot returns None, and acting stays with PyTorch.
+themselves (`to_tape(tape, x) -> where the result is`); one that cannot returns None, and acting stays with PyTorch.
 
 Everything a row needs lies in one array of numbers, `desk`; memory is one array per environment, its leaves side by
 side; weights are one array, filled anew whenever they change.

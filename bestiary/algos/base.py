@@ -26,7 +26,7 @@ class Agent(nn.Module):
     def initial_state(self, batch_size: int) -> State:
         raise NotImplementedError
 
-    def write(self, tape: "Tape") -> int | None:
+    def to_tape(self, tape: "Tape") -> int | None:
         """The network as instructions for compiled acting: where its answer is; None: it has none."""
         return None
 

@@ -40,8 +40,8 @@ class ImpalaAgent(Agent):
         h, state = self.torso(step, state)
         return self.policy(h), self.baseline(h).squeeze(-1), state  # [T, B, A], [T, B]
 
-    def write(self, tape: "Tape") -> int | None:
-        h = self.torso.write(tape)
+    def to_tape(self, tape: "Tape") -> int | None:
+        h = self.torso.to_tape(tape)
         return None if h is None else tape.linear(self.policy, h)
 
     def act(

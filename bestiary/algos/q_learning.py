@@ -40,8 +40,8 @@ class QAgent(Agent):
         h, state = self.torso(step, state)
         return self.head(h), state  # [T, B, A]
 
-    def write(self, tape: "Tape") -> int | None:
-        h = self.torso.write(tape)
+    def to_tape(self, tape: "Tape") -> int | None:
+        h = self.torso.to_tape(tape)
         return None if h is None else tape.layers(self.head, h)
 
     def act(

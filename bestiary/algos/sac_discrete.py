@@ -33,8 +33,8 @@ class SacAgent(Agent):
     def initial_state(self, batch_size: int) -> State:
         return self.torso.initial_state(batch_size)
 
-    def write(self, tape: "Tape") -> int | None:
-        h = self.torso.write(tape)
+    def to_tape(self, tape: "Tape") -> int | None:
+        h = self.torso.to_tape(tape)
         return None if h is None else tape.layers(self.policy, h)
 
     def act(

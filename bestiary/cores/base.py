@@ -31,7 +31,7 @@ class Core(nn.Module):
     def forward(self, x: Tensor, is_first: Tensor, state: State) -> tuple[Tensor, State]:
         raise NotImplementedError
 
-    def write(self, tape: "Tape", x: int) -> int | None:
+    def to_tape(self, tape: "Tape", x: int) -> int | None:
         """This memory as instructions for compiled acting: input at x, where the output is; None: it has none."""
         return None
 

@@ -90,7 +90,7 @@ class FastLayer(nn.Module):
         x = x + self.drop(self.out(y.flatten(2)))
         return x + self.drop(self.ff_out(self.drop(F.relu(self.ff_in(self.ff_norm(x)))))), memory
 
-    def write(self, tape: "Tape", x: int) -> int:
+    def to_tape(self, tape: "Tape", x: int) -> int:
         """The layer as instructions; its subclass knows the rule's number and the rule's own weights."""
         from bestiary import tape as instructions
 
@@ -143,10 +143,10 @@ class FastCore(Core):
             after += memory
         return x, after
 
-    def write(self, tape: "Tape", x: int) -> int:
+    def to_tape(self, tape: "Tape", x: int) -> int:
         x = tape.linear(self.project, x)
         for layer in self.layers:
-            x = layer.write(tape, x)  # type: ignore
+            x = layer.to_tape(tape, x)  # type: ignore
         return x
 
     @torch.no_grad()

@@ -20,7 +20,7 @@ class FfCore(Core):
     def initial_state(self, batch_size: int) -> State:
         return ()
 
-    def write(self, tape: "Tape", x: int) -> int:
+    def to_tape(self, tape: "Tape", x: int) -> int:
         return x
 
     def forward(self, x: Tensor, is_first: Tensor, state: State) -> tuple[Tensor, State]:

@@ -53,7 +53,7 @@ class GatedCore(Core):
             outputs.append(y)
         return torch.cat(outputs), state
 
-    def write(self, tape: "Tape", x: int) -> int:
+    def to_tape(self, tape: "Tape", x: int) -> int:
         from bestiary import tape as instructions
 
         n, hidden, layers = self.rnn.input_size, self.width, self.rnn.num_layers

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from bestiary.cores.base import Core, CoreConfig
-from bestiary.types import State
+from bestiary.types import Spec, State
 
 INPUT, T, B = 6, 13, 4
 TOLERANCE = 1e-9
@@ -55,7 +56,7 @@ def examine(config: CoreConfig) -> Iterator[Finding]:
     """Every promise of the contract, kept or broken. What raises is broken too."""
     torch.manual_seed(0)
     core = config.build(INPUT).double().eval()
-    for promise in (shapes, pieces, rows, gradients, forgetting, streams, arguments, training):
+    for promise in (shapes, pieces, rows, gradients, forgetting, streams, arguments, training, compiled):
         sentence = (promise.__doc__ or "").strip()
         try:
             broken = promise(core)
@@ -194,3 +195,34 @@ def training(core: Core) -> str | None:
     found = torch.autograd.grad((y * _normal(*y.shape, seed=5)).sum(), list(weights.values()), allow_unused=True)
     idle = [name for name, g in zip(weights, found, strict=True) if g is None or not g.any()]
     return f"{idle[0]} gets none" if idle else None
+
+
+@torch.no_grad()
+def compiled(core: Core) -> str | None:
+    """instructions for compiled acting, where there are any, say what the network does"""
+    from bestiary import tape
+
+    program = tape.Tape(Spec("any", (INPUT,), torch.float32, 1))
+    at = core.to_tape(program, program.obs)
+    if at is None:
+        return None
+    chunk = _chunk(core)
+    expected, after = chunk.run([])
+    code, weights, desk = program.finish(), program.load(), np.zeros(program.desk_size, np.float32)
+    memory = tape.flatten(tuple(leaf.float() for leaf in chunk.state), B)
+    y = torch.zeros(T, B, core.width, dtype=torch.float64)
+    for t in range(T):
+        for b in range(B):
+            if chunk.is_first[t, b]:
+                memory[b] = 0
+            desk[:INPUT] = chunk.x[t, b].numpy()
+            tape.run(code, desk, weights, memory[b])
+            y[t, b] = torch.from_numpy(desk[at : at + core.width].astype(np.float64))
+    single = 1e-4  # it counts in single precision
+    if (y - expected).abs().max() > single * (1 + expected.abs().max()):
+        t = int((y - expected).abs().flatten(1).amax(1).argmax())
+        return f"the output differs most at row {t}: override to_tape, or let it return None"
+    for a, e in zip(tape.unflatten(memory, chunk.state), after, strict=True):
+        if (a - e).abs().max() > single * (1 + e.abs().max()):
+            return "the final state differs"
+    return None

@@ -197,6 +197,11 @@ def orthogonal(module: nn.Module, gain: float) -> None:
                 layer.bias.zero_()
 
 
+def definer(cls: type, method: str) -> type:
+    """The class that `cls` has a method from."""
+    return next(base for base in cls.__mro__ if method in vars(base))
+
+
 def embedding(width: int, units: int | None) -> tuple[nn.Module, int]:
     """A layer of so many units with ReLU, or nothing; and how wide what comes out is."""
     if units is None:
@@ -282,6 +287,10 @@ class Torso(nn.Module):
 
     def to_tape(self, tape: "Tape") -> int | None:
         """As instructions for compiled acting, in the order of `forward`; None: too large, or memory has none."""
+        # a subclass that changes what a memory does must not act by its parent's instructions
+        forward, written = (definer(type(self.core), name) for name in ("forward", "to_tape"))
+        if forward is not written:
+            return None
         seen = self.encoder.to_tape(tape) if self.net.frame_stack == 1 else None
         if seen is None:
             return None

@@ -4,14 +4,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from bestiary.actor import Actor
 from bestiary.algos import Dqn, Impala, SacDiscrete
+from bestiary.contract import examine
 from bestiary.cores import DeltaNet, DeltaRnn, Ff, Gpt, Gru, LinearTransformer, Lstm, RecurrentDeltaNet
+from bestiary.cores.base import Core
+from bestiary.cores.gated import GatedCore
 from bestiary.envs import Catch, Recall, TMaze, VisualMatch
 from bestiary.experiment import family
 from bestiary.nets import Mlp, Net
-from bestiary.types import Episode, Trajectory
+from bestiary.types import Episode, State, Trajectory
 
 B, T = 6, 23
 CPU = torch.device("cpu")
@@ -111,6 +115,25 @@ def test_one_can_go_on_where_the_other_stopped():
     fast.unroll()
     slow.load_state_dict(fast.state_dict())
     assert_same(fast.unroll(), slow.unroll())
+
+
+class Louder(GatedCore):
+    """Does more than its parent's instructions say."""
+
+    def forward(self, x: torch.Tensor, is_first: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
+        y, state = super().forward(x, is_first, state)
+        return 2 * y, state
+
+
+class LouderLstm(Lstm):
+    def build(self, input_width: int) -> Core:
+        return Louder(nn.LSTM(input_width, 8), 2, None)
+
+
+def test_a_subclass_does_not_act_by_its_parents_instructions():
+    assert actor(ENVS["tmaze"], ALGOS["dqn"], LouderLstm()).fused is None
+    broken = [finding.promise for finding in examine(LouderLstm()) if finding.broken]
+    assert broken == ["instructions for compiled acting, where there are any, say what the network does"]
 
 
 def test_what_cannot_be_compiled_stays_with_the_ordinary_loop():

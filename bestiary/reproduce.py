@@ -13,14 +13,13 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from bestiary.curves import STATISTICS, Line, Statistic
+from bestiary.curves import Line, Statistic, aggregate
 from bestiary.envs.base import References, references
 from bestiary.errors import UserError
 from bestiary.experiment import Experiment
 from bestiary.presets import memory_rl
 from bestiary.presets.budgets import MEMORY_RL
 from bestiary.run import Run
-from bestiary.stats import stratified_bootstrap
 from bestiary.suggest import did_you_mean
 
 Scale = Literal["small", "paper"]
@@ -182,14 +181,21 @@ def lines(jobs: Sequence[Job], task: str, statistic: Statistic) -> list[Line]:
         lengths = sorted({job.length for job in mine})
         if not lengths:
             continue
-        scores = [np.array([job.result() for job in mine if job.length == length]) for length in lengths]
-        middle = np.array([STATISTICS[statistic](x) for x in scores])
-        least = min(map(len, scores))
-        low = high = None
-        if least > 1:
-            bounds = [stratified_bootstrap([x], STATISTICS[statistic]) for x in scores]
-            low, high = (np.array(side) for side in zip(*bounds, strict=True))
-        found.append(Line(memory, np.array(lengths, float), middle, low, high, least))
+        # a length at a time: not all of them need have as many seeds yet
+        scores = [[[job.result()] for job in mine if job.length == length] for length in lengths]
+        points = [aggregate(memory, [n], [x], statistic) for n, x in zip(lengths, scores, strict=True)]
+        y, low, high = ([getattr(point, name) for point in points] for name in ("y", "low", "high"))
+        known = not any(bound is None for bound in low)
+        found.append(
+            Line(
+                memory,
+                np.array(lengths, float),
+                np.concatenate(y),
+                np.concatenate(low) if known else None,
+                np.concatenate(high) if known else None,
+                min(point.seeds for point in points),
+            )
+        )
     return found
 
 

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 
 from bestiary.compiling import compiler
 from bestiary.counting import count, place
+from bestiary.ops.fastweights.loops import RULES
 from bestiary.ops.rows import fma, load, store
 from bestiary.types import Spec, State
 
 compiled = compiler(error_model="numpy", fastmath={"reassoc", "contract", "nsz", "arcp"})
 
 LINEAR, CONVOLUTION, NORM, ADD, COPY, LSTM, GRU, FAST = range(8)
-LINEAR_TRANSFORMER, DELTA_NET, RECURRENT_DELTA_NET, DELTA_RNN = range(4)
+LINEAR_TRANSFORMER, DELTA_NET, RECURRENT_DELTA_NET, DELTA_RNN = range(len(RULES))
 PHI = {"elu": 0, "softmax": 1, "silu": 2}
 LANES = (0,) * 8  # numbers of a vector
 WORDS = 12  # numbers per instruction

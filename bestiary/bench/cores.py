@@ -16,9 +16,7 @@ from bestiary.machine import cores as usable_cores
 from bestiary.machine import keep_memory
 from bestiary.ops import fastweights
 from bestiary.ops.fastweights import chunked, loops
-from bestiary.ops.fastweights.loops import Recurrence
-
-RULES = ("linear_transformer", "delta_net", "recurrent_delta_net", "delta_rnn")
+from bestiary.ops.fastweights.loops import RULES, Recurrence
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bestiary.cores.base import Core, check_bptt, check_dropout, check_sizes
 from bestiary.errors import UserError
-from bestiary.ops.fastweights.loops import FeatureMap
+from bestiary.ops.fastweights.loops import RULES, FeatureMap
 from bestiary.types import State
 
 if TYPE_CHECKING:
@@ -46,9 +46,6 @@ class FastWeights:
     def lanes(self) -> int:
         """D: the width of a head."""
         return self.width // self.heads if self.head_width is None else self.head_width
-
-
-RULES = ("linear_transformer", "delta_net", "recurrent_delta_net", "delta_rnn")
 
 
 class FastLayer(nn.Module):

@@ -30,20 +30,27 @@ def gpt(width: int, layers: int, heads: int, horizon: int) -> Gpt:
     return Gpt(width, layers, heads, window=horizon + 1, dropout=0.1, project=False, weight_std=0.02)
 
 
+def stored(horizon: int) -> dict[str, Any]:
+    """How both algorithms learn from what was played."""
+    return {
+        "unroll": horizon + 1,  # one episode
+        "batch_size": 64,  # whole episodes
+        "capacity": max(1_000_000, 1000 * horizon),
+        "warmup": WARMUP * horizon,
+        "ratio": 0.25,
+        "discount": 0.99,
+        "tau": 0.005,
+        "head": (256, 256),
+        "optimizer": Adam(lr=3e-4),
+    }
+
+
 def dqn(env: TMaze, horizon: int, episodes: int, core: CoreConfig, units: tuple[int, int]) -> Experiment:
     return Experiment(
         env=env,
         algo=Dqn(
-            unroll=horizon + 1,  # one episode
-            batch_size=64,  # whole episodes
-            capacity=max(1_000_000, 1000 * horizon),
-            warmup=WARMUP * horizon,
-            ratio=0.25,
-            discount=0.99,
-            tau=0.005,
+            **stored(horizon),
             epsilon_fraction=0.1,  # from 1 to one over the horizon
-            head=(256, 256),
-            optimizer=Adam(lr=3e-4),
         ),
         core=core,
         net=Net(encoder=Mlp(hidden_size=units[0]), action_units=units[1], prev_reward=False),
@@ -57,18 +64,10 @@ def sac(env: VisualMatch | KeyToDoor, horizon: int, episodes: int, core: CoreCon
     return Experiment(
         env=env,
         algo=SacDiscrete(
-            unroll=horizon + 1,  # one episode
-            batch_size=64,  # whole episodes
-            capacity=max(1_000_000, 1000 * horizon),
-            warmup=WARMUP * horizon,
-            ratio=0.25,
-            discount=0.99,
-            tau=0.005,
+            **stored(horizon),
             temperature=0.1,
             shared_encoder=True,
             freeze_critic=True,
-            head=(256, 256),
-            optimizer=Adam(lr=3e-4),
         ),
         core=core,
         net=Net(encoder=SmallCnn(hidden_size=100), prev_action=False, prev_reward=False),

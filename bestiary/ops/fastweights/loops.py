@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+RULES = ("linear_transformer", "delta_net", "recurrent_delta_net", "delta_rnn")
 FeatureMap = Literal["elu", "softmax", "silu"]
 PREVIOUS_EPS = 1e-6  # added to the denominator of Delta RNN's softmax of its previous output
 

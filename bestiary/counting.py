@@ -5,6 +5,7 @@ import numpy as np
 from bestiary.compiling import compiler
 
 PLACES = 1 << 20
+EPISODES = PLACES  # the place after all others counts them
 compiled = compiler()
 
 
@@ -19,6 +20,19 @@ def place(odd, obs, prev_action):
 
 
 @compiled
-def count(counts, odd, obs, prev_action):
+def place_of(odd, obs, prev_action, is_first):
+    """A row that opens an episode has no action before it."""
+    return place(odd, obs, -1 if is_first else prev_action)
+
+
+@compiled
+def count(counts, odd, obs, prev_action, is_first):
     for b in range(len(obs)):
-        counts[place(odd, obs[b], prev_action[b])] += 1
+        counts[place_of(odd, obs[b], prev_action[b], is_first[b])] += 1
+        counts[EPISODES] += is_first[b]
+
+
+@compiled
+def rarity(counts, odd, obs, prev_action, is_first):
+    """Of a row that has been counted: 1 if an episode shows the like of it once or less, 1/n if n times."""
+    return min(1.0, counts[EPISODES] / counts[place_of(odd, obs, prev_action, is_first)])

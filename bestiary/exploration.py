@@ -37,18 +37,19 @@ class Fixed:
 
 
 class Novelty:
-    """scale / N^power: N counts how often what is seen, together with the action that led to it, was seen before.
+    """The chance given for what an episode shows once or less; for what it shows n times, an nth of it.
 
-    Observations are counted by their hash in a table of fixed size; two that share a place are rarely noticed, and
-    then only explored a little less.
+    Every kind of row is thus tried out about as often per episode: a crossroads as often as a whole long corridor. The
+    like of a row is what shows the same observation after the same action. It is counted by its hash in a table of
+    fixed size; two kinds that share a place are rarely noticed, and then only explored a little less.
     """
 
-    def __init__(self, scale: float, power: float = 0.5) -> None:
+    def __init__(self, chance: float) -> None:
         from bestiary import counting  # compiled: loaded only where something is counted
 
         self.counting = counting
-        self.scale, self.power = scale, power
-        self.counts = np.zeros(counting.PLACES, np.int64)
+        self.chance = chance
+        self.counts = np.zeros(counting.PLACES + 1, np.int64)
         self.odd = np.zeros(0, np.uint64)
 
     def numbers(self, size: int) -> NDArray[np.uint64]:
@@ -58,12 +59,11 @@ class Novelty:
         return self.odd
 
     def __call__(self, step: TimeStep) -> Tensor:
-        seen, prev_action = step.obs.cpu().flatten(1).numpy(), step.prev_action.cpu().numpy()
-        odd = self.numbers(seen.shape[1])
-        self.counting.count(self.counts, odd, seen, prev_action)
-        often = np.array([self.counts[self.counting.place(odd, s, a)] for s, a in zip(seen, prev_action, strict=True)])
-        least = (self.scale / often**self.power).clip(max=1).astype(np.float32)
-        return torch.from_numpy(least).to(step.reward.device)
+        rows = step.obs.cpu().flatten(1).numpy(), step.prev_action.cpu().numpy(), step.is_first.cpu().numpy()
+        odd = self.numbers(rows[0].shape[1])
+        self.counting.count(self.counts, odd, *rows)
+        rarity = [self.counting.rarity(self.counts, odd, *row) for row in zip(*rows, strict=True)]
+        return (self.chance * torch.tensor(rarity)).float().to(step.reward.device)
 
     def state_dict(self) -> Snapshot:
         used = self.counts.nonzero()[0]

@@ -37,10 +37,10 @@ class Fused:
         explorer = actor.explorer
         self.keeps = actor.agent.keeps
         self.samples = explorer is not None and actor.agent.picks == "sample"
-        self.counts, self.novelty, self.power = np.zeros(0, np.int64), 0.0, 0.0
+        self.counts, self.novelty = np.zeros(0, np.int64), 0.0
         self.odd = np.zeros(1, np.uint64)
         if isinstance(explorer, Novelty):
-            self.counts, self.novelty, self.power = explorer.counts, explorer.scale, explorer.power
+            self.counts, self.novelty = explorer.counts, explorer.chance
             self.odd = explorer.numbers(int(np.prod(world.spec.obs_shape)))
 
     def unroll(self, length: int) -> tuple[Trajectory, list[Episode]]:
@@ -82,7 +82,7 @@ class Fused:
                 before = memory.copy()
             tape.act(
                 self.code, self.weights, self.desk, memory, flat[t], self.scale, reward[t], first[t], prev[t],
-                answer[t], self.at, lots[t - 1], epsilon, self.counts, self.novelty, self.power, self.odd,
+                answer[t], self.at, lots[t - 1], epsilon, self.counts, self.novelty, self.odd,
                 self.samples, action[t],
             )  # fmt: skip
             raw = Raw(obs[t], reward[t], terminated[t], truncated[t], first[t], success=success)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from bestiary.compiling import compiler
-from bestiary.counting import count, place
+from bestiary.counting import count, rarity
 from bestiary.ops.fastweights.loops import RULES
 from bestiary.ops.rows import fma, load, store
 from bestiary.types import Spec, State
@@ -378,7 +378,7 @@ def run(code, desk, weights, memory):
 @compiled
 def act(
     code, weights, desk, memory, obs, scale, reward, is_first, prev_action, answer, at, lots, epsilon,
-    counts, novelty, power, odd, samples, action,
+    counts, novelty, odd, samples, action,
 ):  # fmt: skip
     """A row of every environment: obs [B, n], memory [B, numbers] -> answer [B, A] and the action chosen by it.
 
@@ -399,7 +399,7 @@ def act(
         for a in range(actions):
             answer[b, a] = desk[at + a]
     if len(counts):
-        count(counts, odd, obs, prev_action)
+        count(counts, odd, obs, prev_action, is_first)
     for b in range(len(obs)):
         best = np.argmax(answer[b])
         if samples:
@@ -407,8 +407,8 @@ def act(
         else:
             least = epsilon
             if len(counts):
-                seen = counts[place(odd, obs[b], prev_action[b])]
-                least = max(least, min(np.float32(1), np.float32(novelty / seen**power)))
+                rare = rarity(counts, odd, obs[b], prev_action[b], is_first[b])
+                least = max(least, np.float32(novelty * rare))
             if lots[1, b] < least:
                 best = np.int64(lots[0, b] * np.float32(actions))
         action[b] = best

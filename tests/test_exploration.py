@@ -33,46 +33,66 @@ def one(value: float) -> Tensor:
     return torch.tensor([[value, 0.0]])
 
 
-@pytest.mark.parametrize("power", [0.5, 0.75, 1.0])
-def test_what_was_seen_often_is_explored_less(power):
-    explorer = Novelty(0.5, power)
-    told = [explorer(row(one(3.0))).item() for _ in range(30)]
-    assert told == pytest.approx([0.5 / n**power for n in range(1, 31)], rel=1e-6)
+def opening(obs: Tensor) -> TimeStep:
+    return row(obs)._replace(is_first=torch.ones(len(obs), dtype=torch.bool))
 
 
-def test_nothing_is_explored_more_than_always():
-    explorer = Novelty(3.0)
-    told = [explorer(row(one(3.0))).item() for _ in range(20)]
-    assert told == pytest.approx([min(1.0, 3 / math.sqrt(n)) for n in range(1, 21)], rel=1e-6)
-    assert told[:9] == [1.0] * 9
+def test_what_an_episode_shows_often_is_explored_less_each_time():
+    """A corridor of ten steps: as much in all of it as at its beginning, and as at the junction."""
+    explorer = Novelty(0.4)
+    for _ in range(50):
+        told = [explorer(opening(one(1.0))).item()]
+        told += [explorer(row(one(0.0))).item() for _ in range(10)]
+        told += [explorer(row(one(7.0))).item()]
+    assert told[0] == told[-1] == pytest.approx(0.4)
+    assert sum(told[1:-1]) == pytest.approx(0.4, rel=0.02)
+
+
+def test_what_few_episodes_show_is_explored_no_more_than_what_all_do():
+    explorer = Novelty(0.4)
+    for _ in range(9):
+        explorer(opening(one(1.0)))
+    assert explorer(row(one(5.0))).item() == pytest.approx(0.4)
+
+
+def test_the_row_that_opens_an_episode_is_not_one_that_the_first_action_led_to():
+    explorer = Novelty(1.0)
+    for _ in range(20):
+        explorer(row(one(0.0), [0]))
+    assert explorer(opening(one(0.0))).item() == 1.0  # seen once in one episode
+    assert explorer(row(one(0.0), [0])).item() == pytest.approx(1 / 21)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
 def test_observations_and_the_actions_that_led_to_them_are_counted_apart(dtype):
     """Against a dictionary: pictures or vectors of few values, so that each is seen again and again."""
     rng = torch.Generator().manual_seed(1)
-    explorer, seen = Novelty(0.9), Counter()
+    explorer, seen, episodes = Novelty(0.9), Counter(), 0
     for _ in range(200):
         obs = torch.randint(3, (4, 1, 2, 2), generator=rng).to(dtype)
-        action = torch.randint(2, (4,), generator=rng).tolist()
-        told = explorer(row(obs, action))
-        keys = [(tuple(o.flatten().tolist()), a) for o, a in zip(obs, action, strict=True)]
+        action = torch.randint(2, (4,), generator=rng)
+        first = torch.rand(4, generator=rng) < 0.02
+        told = explorer(row(obs, action.tolist())._replace(is_first=first))
+        episodes += int(first.sum())
+        before = torch.where(first, -1, action).tolist()
+        keys = [(tuple(o.flatten().tolist()), a) for o, a in zip(obs, before, strict=True)]
         seen.update(keys)  # slots that see the same in one row all count before any is told
-        assert told.tolist() == pytest.approx([0.9 / math.sqrt(seen[k]) for k in keys], rel=1e-6)
-    assert len(seen) > 100
+        assert told.tolist() == pytest.approx([0.9 * min(1, episodes / seen[k]) for k in keys], rel=1e-6)
+    assert len(seen) > 100 and 4 < episodes < 40
 
 
 def test_slots_that_see_the_same_at_once_know_it_from_each_other():
     explorer = Novelty(0.6)
-    assert explorer(row(torch.tensor([[1.0], [2.0], [1.0], [1.0]]))).tolist() == pytest.approx(
-        [0.6 / math.sqrt(3), 0.6, 0.6 / math.sqrt(3), 0.6 / math.sqrt(3)]
-    )
+    explorer(opening(one(9.0)))
+    assert explorer(row(torch.tensor([[1.0], [2.0], [1.0], [1.0]]))).tolist() == pytest.approx([0.2, 0.6, 0.2, 0.2])
 
 
 def test_a_small_difference_anywhere_is_a_difference():
     explorer = Novelty(1.0)
     picture = torch.full((1, 3, 5, 5), 204, dtype=torch.uint8)
+    explorer(opening(picture))
     explorer(row(picture))
+    assert explorer(row(picture)).item() == 0.5
     for place in range(75):
         changed = picture.clone()
         changed.view(-1)[place] += 1
@@ -95,7 +115,7 @@ def test_many_observations_hardly_ever_share_a_place():
 @pytest.mark.parametrize("empty", [True, False])
 def test_what_was_counted_is_saved_and_restored(empty):
     explorer, other = Novelty(0.7), Novelty(0.7)
-    rows = [row(torch.randint(3, (4, 3)).float()) for _ in range(30)]
+    rows = [row(torch.randint(3, (4, 3)).float())._replace(is_first=torch.rand(4) < 0.1) for _ in range(30)]
     for r in [] if empty else rows[:20]:
         explorer(r)
     for r in rows[5:9]:
@@ -110,9 +130,10 @@ def test_what_was_counted_is_saved_and_restored(empty):
 
 def test_nothing_saved_means_nothing_seen():
     explorer = Novelty(0.7)
-    explorer(row(one(1.0)))
+    for _ in range(3):
+        explorer(row(one(1.0)))
     explorer.load_state_dict({})
-    assert explorer(row(one(1.0))).item() == pytest.approx(0.7)
+    assert explorer(opening(one(1.0))).item() == pytest.approx(0.7)
 
 
 # -- what an action is ---------------------------------------------------------------------------------------------

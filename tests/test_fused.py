@@ -31,7 +31,7 @@ CORES = {
 }
 ALGOS = {
     "impala": Impala(),
-    "dqn": Dqn(head=(16,), novelty=2.0),
+    "dqn": Dqn(head=(16,), novelty=0.5),
     "sac-discrete": SacDiscrete(head=(16, 8)),
 }
 ENVS = {"tmaze": TMaze(4, active=True), "visual-match": VisualMatch(3), "recall": Recall(3), "catch": Catch()}

@@ -125,7 +125,7 @@ def after_burn_in(torso: Torso, t: Trajectory, rows: int, b: int) -> list[Tensor
 
 
 def plain_dqn(cfg: Dqn, agent: QAgent, target: QAgent, t: Trajectory, gamma: float) -> Tensor:
-    errors = []
+    errors, weights = [], []
     for b in range(t.action.shape[1]):
         q = [sequential(agent.head, h) for h in after_burn_in(agent.torso, t, cfg.burn_in, b)]
         with torch.no_grad():
@@ -151,7 +151,8 @@ def plain_dqn(cfg: Dqn, agent: QAgent, target: QAgent, t: Trajectory, gamma: flo
                     errors.append(error**2)
                 else:
                     errors.append(0.5 * error**2 if error.abs() < 1 else error.abs() - 0.5)
-    return torch.stack(errors).mean()
+                weights.append(error.abs().item() ** cfg.focus)
+    return sum(w * error for w, error in zip(weights, errors, strict=True)) / sum(weights)
 
 
 def gradients(loss: Tensor, module: nn.Module) -> dict[str, Tensor]:
@@ -197,7 +198,7 @@ CASES: dict[str, tuple[Callable[[int], Trajectory], dict[str, Any]]] = {
 
 @double
 @pytest.mark.parametrize("trace_decay", [0.0, 0.8])
-@pytest.mark.parametrize("rule", [{"double": True}, {"double": False}, {"huber": True}], ids=str)
+@pytest.mark.parametrize("rule", [{"double": True}, {"double": False}, {"huber": True}, {"focus": 1.5}], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_the_loss_of_dqn_and_its_gradient_are_those_of_a_loop(case, rule, trace_decay):
     make, settings = CASES[case]
@@ -224,12 +225,13 @@ def test_the_numbers_of_the_cases_make_a_difference():
             {"window": 8},
             {"window": 8, "double": False},
             {"window": 8, "huber": True},
+            {"window": 8, "focus": 1.5},
             {"window": 8, "trace_decay": 0.8},
             {"window": 8, "burn_in": 3},
         )
     ]
     losses.append(dqn_learner(window=8).loss(windows())[0].item())  # without the state
-    assert len({round(x, 6) for x in losses}) == 6
+    assert len({round(x, 6) for x in losses}) == 7
 
 
 @double
@@ -250,7 +252,7 @@ def test_padding_changes_neither_loss_nor_gradient():
 def test_a_batch_without_a_move_teaches_nothing():
     t = windows()
     padding = t._replace(step=t.step._replace(is_first=torch.ones_like(t.step.is_first)))
-    for learner in (dqn_learner(), sac_learner()):
+    for learner in (dqn_learner(), dqn_learner(focus=2.0), sac_learner()):
         loss, metrics = learner.loss(padding)
         assert all(torch.isfinite(x) for x in metrics.values())
         assert all(not g.any() for g in gradients(loss, learner.agent).values())
@@ -777,11 +779,11 @@ def test_overlapping_waits_for_the_end_of_the_first_episode_however_late_it_come
         (SacDiscrete, {"burn_in": 1}, r"algo\.burn-in=1 must be at least 0 and below algo\.window=None"),
         (Dqn, {"head": (256, 0)}, r"algo\.head=\(256, 0\) must be layers of at least one unit"),
         (Dqn, {"trace_decay": 1.1}, r"algo\.trace-decay=1\.1 must lie in \[0, 1\]"),
+        (Dqn, {"focus": -1.0}, r"algo\.focus=-1\.0 must be at least 0"),
         (Dqn, {"epsilon_first": 2.0}, r"algo\.epsilon-first=2\.0 must lie in \[0, 1\]"),
         (Dqn, {"epsilon_last": -0.5}, r"algo\.epsilon-last=-0\.5 must lie in \[0, 1\]"),
         (Dqn, {"epsilon_fraction": 10}, r"algo\.epsilon-fraction=10 must lie in \[0, 1\]"),
-        (Dqn, {"novelty": 0.0}, r"algo\.novelty=0\.0 must be positive, or None"),
-        (Dqn, {"novelty_power": 1.5}, r"algo\.novelty-power=1\.5 must lie in \[0, 1\]"),
+        (Dqn, {"novelty": 1.5}, r"algo\.novelty=1\.5 must lie in \[0, 1\]"),
         (SacDiscrete, {"temperature": 0.0}, r"algo\.temperature=0\.0 must be positive"),
         (SacDiscrete, {"entropy_target": 1.2}, r"algo\.entropy-target=1\.2 must lie in \[0, 1\]"),
     ],
@@ -823,9 +825,9 @@ def test_the_replay_is_built_from_the_numbers_of_the_algorithm():
 
 def test_novelty_is_counted_only_if_asked_for():
     assert Dqn().explorer(3)(windows()[0]).tolist() == [0.0, 0.0, 0.0]
-    explorer = Dqn(novelty=0.3, novelty_power=1.0).explorer(3)
+    explorer = Dqn(novelty=0.3).explorer(3)
     assert isinstance(explorer, Novelty)
-    assert (explorer.scale, explorer.power) == (0.3, 1.0)
+    assert explorer.chance == 0.3
 
 
 def test_learners_belong_to_their_agents():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bestiary.algos.impala import Impala, ImpalaLearner
-from bestiary.ops.returns import VTrace, vtrace, watkins
+from bestiary.ops.returns import VTrace, accumulate, vtrace, watkins
 from bestiary.types import State, TimeStep, Trajectory, moves
 
 IMPORTANCE_CASES = [*(f"iw{i}" for i in range(11)), "f32_0", "f32_1"]
@@ -426,6 +426,16 @@ def test_watkins_is_the_mean_of_all_returns_up_to_the_first_action_that_was_not_
     for t, b in valid.nonzero().tolist():
         assert out[t, b].item() == pytest.approx(chunk.by_definition(t, b, trace_decay), rel=1e-12, abs=1e-12)
     assert 0 < valid.sum() < valid.numel()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 100])
+def test_what_accumulates_from_the_end_is_what_a_loop_adds_up(rows):
+    x, keep = torch.randn(2, rows, 3, dtype=torch.float64)
+    after, expected = torch.zeros(3, dtype=torch.float64), []
+    for t in reversed(range(rows)):
+        after = x[t] + keep[t] * after
+        expected.insert(0, after)
+    assert_close(accumulate(x, keep), torch.stack(expected))
 
 
 def test_without_traces_a_target_is_one_step_and_a_value():

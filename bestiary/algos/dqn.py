@@ -36,17 +36,14 @@ class Dqn(QLearning):
     epsilon_fraction: float = 0.1
     """of the budget, over which exploration falls"""
     novelty: float | None = None
-    """explore at least with this number over a power of how often the like was seen; None: no counting"""
-    novelty_power: float = 0.5
-    """1/2: curiosity lasts; 1: it soon fades, as long episodes need"""
+    """least chance of an action at random in what an episode shows once; an nth of it in what it shows n times"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_shares("epsilon_first", "epsilon_last", "epsilon_fraction", "novelty_power")
-        self.check_positive("novelty")
+        self.check_shares("epsilon_first", "epsilon_last", "epsilon_fraction", "novelty")
 
     def explorer(self, num_envs: int) -> Explorer:
-        return Fixed(torch.zeros(num_envs)) if self.novelty is None else Novelty(self.novelty, self.novelty_power)
+        return Fixed(torch.zeros(num_envs)) if self.novelty is None else Novelty(self.novelty)
 
     def agent(self, spec: Spec, net: Net, core: CoreConfig) -> QAgent:
         self.check_fits(spec)

@@ -11,6 +11,7 @@ from torch import Tensor
 from bestiary.algos.base import Agent, apply_gradient
 from bestiary.algos.off_policy import OffPolicy, Target, parameter_groups, split, up_to_date
 from bestiary.cores.base import CoreConfig
+from bestiary.errors import UserError
 from bestiary.nets import Net, Torso, head
 from bestiary.ops.policy import epsilon_greedy
 from bestiary.ops.returns import watkins
@@ -62,10 +63,19 @@ class QLearning(OffPolicy):
     """lambda of Watkins's traces; 0: one-step targets"""
     huber: bool = False
     """errors beyond 1 count linearly; else their squares"""
+    focus: float = 0.0
+    """moves weigh by their error to this power: a rare surprise counts among many moves that are understood"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_shares("trace_decay")
+        if self.focus < 0:
+            raise UserError(f"algo.focus={self.focus} must be at least 0")
+
+
+def share(weight: Tensor) -> Tensor:
+    """Of the whole, so that all together count as one; of nothing, nothing."""
+    return weight / weight.sum().clamp(min=torch.finfo(weight.dtype).tiny)
 
 
 class QLearner:
@@ -100,13 +110,13 @@ class QLearner:
             y = watkins(m.reward, m.discount, m.valid, next_value, t.action[1:] == best, cfg.trace_decay)
         value = q[:-1].gather(-1, t.action[:-1, :, None]).squeeze(-1)
         error = F.huber_loss(value, y, reduction="none") if cfg.huber else (value - y).square()
-        weight = m.valid.to(value.dtype)
-        weight = weight / weight.sum().clamp(min=1)
-        loss = (weight * error).sum()
+        distance = (value.detach() - y).abs()
+        loss = (share(m.valid * distance**cfg.focus) * error).sum()
+        even = share(m.valid.to(value.dtype))
         return loss, {
             "loss": loss.detach(),
-            "q": (weight * value.detach()).sum(),
-            "td_error": (weight * (value.detach() - y).abs()).sum(),
+            "q": (even * value.detach()).sum(),
+            "td_error": (even * distance).sum(),
         }
 
     def update(self, batch: Batch) -> Update:

@@ -11,6 +11,19 @@ class VTrace(NamedTuple):
     advantages: Tensor  # [T, B] rho_s (r_s + gamma v_{s+1} - V(x_s))
 
 
+def accumulate(x: Tensor, keep: Tensor) -> Tensor:
+    """y_t = x_t + keep_t y_{t+1}, nothing coming after the last row, [T, ...]: in log2(T) steps instead of T.
+
+    Before each step y_t covers `span` rows, and keep_t is what becomes of the rows after them.
+    """
+    y, span = x, 1
+    while span < len(x):
+        y = torch.cat([y[:-span] + keep[:-span] * y[span:], y[-span:]])
+        keep = torch.cat([keep[:-span] * keep[span:], keep[-span:]])
+        span *= 2
+    return y
+
+
 @torch.no_grad()
 def vtrace(
     log_rho: Tensor,
@@ -40,13 +53,7 @@ def vtrace(
     if valid is not None:
         delta = torch.where(valid, delta, 0)
 
-    correction = torch.zeros_like(bootstrap)
-    corrections = []
-    for delta_s, decay_s in zip(delta.flip(0).unbind(), (discount * c).flip(0).unbind(), strict=True):
-        correction = delta_s + decay_s * correction
-        corrections.append(correction)
-    targets = value + torch.stack(corrections).flip(0)
-
+    targets = value + accumulate(delta, discount * c)
     next_target = torch.cat([targets[1:], bootstrap[None]])
     return VTrace(targets, pg_clipped * (reward + discount * next_target - value))
 
@@ -61,10 +68,6 @@ def watkins(
     What lies behind an action that was not the best says nothing of the best, so the trace is cut there. It is cut as
     well where the row led to is the last of its episode or of the chunk.
     """
-    target, targets = next_value[-1], []
     ahead = torch.cat([valid[1:] & greedy[:-1], torch.zeros_like(valid[:1])])
     keep = trace_decay * ahead.to(next_value.dtype)
-    for r, gamma, v, k in zip(*(x.flip(0).unbind() for x in (reward, discount, next_value, keep)), strict=True):
-        target = r + gamma * torch.lerp(v, target, k)
-        targets.append(target)
-    return torch.stack(targets).flip(0)
+    return accumulate(reward + discount * (1 - keep) * next_value, discount * keep)

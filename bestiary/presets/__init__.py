@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from bestiary.errors import UserError
-from bestiary.presets.budgets import MEMORY_RL
+from bestiary.presets.budgets import MEMORY_RL, QUICK
 from bestiary.suggest import did_you_mean
 
 if TYPE_CHECKING:
@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 PRESETS: dict[str, tuple[str, str]] = {
     "recall": ("small", "IMPALA + LSTM remembers a cue for ten steps: two minutes on two cores"),
     "tmaze": ("memory_rl", "DQN + Delta Net remembers a cue along a corridor of fifty cells: seconds"),
+    **{
+        f"{task}-{length}": ("memory_rl", f"DQN + Delta Net far beyond: {n:,} episodes, minutes")
+        for task, lengths in QUICK.items()
+        for length, n in lengths.items()
+    },
     "catch": ("small", "IMPALA on Catch, the smallest task with pictures: seconds"),
     "cartpole": ("small", "IMPALA on CartPole-v1, or any Gymnasium id with --env.id"),
     "cartpole-dqn": ("small", "DQN on CartPole-v1, or any Gymnasium id with --env.id"),

@@ -11,3 +11,9 @@ MEMORY_RL = {
     "key-to-door": {60: 40_000, 120: 40_000, 250: 30_000, 500: 15_000},
 }
 # fmt: on
+
+# what small memories and larger steps need, on a laptop: task -> length -> training episodes
+QUICK = {
+    "tmaze-passive": {1500: 4_000, 10_000: 2_500},
+    "tmaze-active": {250: 4_000},
+}

@@ -5,6 +5,7 @@ It played one environment and made a quarter of an update per step; several are 
 dropout was also active while acting and in targets; here it never is.
 """
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from bestiary.envs import KeyToDoor, TMaze, VisualMatch
 from bestiary.experiment import Evaluation, Experiment
 from bestiary.nets import Mlp, Net, SmallCnn
 from bestiary.optim import Adam
-from bestiary.presets.budgets import MEMORY_RL
+from bestiary.presets.budgets import MEMORY_RL, QUICK
 from bestiary.runtime import Local
 
 WARMUP = 10  # episodes
@@ -129,31 +130,34 @@ def small_core(memory: str, horizon: int) -> CoreConfig:
 
 
 def quick_tmaze(length: int, active: bool = False, memory: str = "delta-net", episodes: int = 2_000) -> Experiment:
+    """Settings that hold from ten steps to tens of thousands."""
     horizon, envs = length + (3 if active else 1), 16
     frames = episodes * (horizon + 1)
     return Experiment(
         env=TMaze(length, active),  # without memory: 0.5
         algo=Dqn(
             unroll=horizon + 1,  # one episode and the row that opens the next
-            batch_size=32,  # whole episodes
+            batch_size=min(32, max(4, 4_000 // horizon)),  # whole episodes
             capacity=2_000 * horizon,
             warmup=envs * horizon,  # one episode of every environment
-            ratio=8 / (envs * horizon),  # eight updates per round of sixteen episodes
+            ratio=1 / horizon,  # an update for every episode
             discount=1.0,  # every episode is as long
-            trace_decay=0.9,
-            tau=0.02,
-            epsilon_last=0.3 / horizon,  # most episodes then reach the junction
-            epsilon_fraction=min(1.0, 160 / episodes),  # ten rounds
-            novelty=2.0,  # the junction is seen once an episode: it needs more trying out than the corridor
+            # a reward comes back by the root of the way in one update; by all of it, it would carry the noise of all
+            trace_decay=max(0.9, 1 - 2 / math.sqrt(horizon)),
+            focus=2.0,  # start and junction are two moves of very many
+            tau=0.1,
+            epsilon_first=0.0,
+            epsilon_last=0.0,
+            novelty=0.4,  # most episodes still reach the junction
             head=(64,),
             grad_norm=1.0,
-            optimizer=Adam(lr=3e-3),
+            optimizer=Adam(lr=1e-3),
         ),
         core=small_core(memory, horizon),
         net=Net(encoder=Mlp(hidden_size=32), prev_reward=False, init="orthogonal"),
         runtime=Local(envs=envs),
         frames=frames,
-        evaluation=Evaluation(every=frames // 10, episodes=100),
+        evaluation=Evaluation(every=frames // 20, episodes=100),
     )
 
 
@@ -199,6 +203,11 @@ tmaze = quick_tmaze(50)
 
 globals().update(
     {
+        f"{task}-{length}".replace("-", "_"): quick_tmaze(length, task == "tmaze-active", episodes=episodes)
+        for task, lengths in QUICK.items()
+        for length, episodes in lengths.items()
+    }
+    | {
         f"{task}-{length}-{memory}".replace("-", "_"): experiment(task, length, memory)
         for task, lengths in MEMORY_RL.items()
         for length in lengths

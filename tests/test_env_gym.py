@@ -1,6 +1,7 @@
 """Any Gymnasium environment: what is refused, and that the rows are what the single environments say."""
 
 import re
+import sys
 from contextlib import closing
 from typing import Any
 
@@ -56,6 +57,14 @@ def make(id: str = "toys/Toy-v0", num_envs: int = 1, stream: int = TRAIN, proces
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "Box2D", None)  # as if it were not installed
+    for module in [m for m in sys.modules if m.startswith("gymnasium.envs.box2d")]:
+        monkeypatch.delitem(sys.modules, module)
+    with pytest.raises(ValueError, match=re.escape('pip install "bestiary[box2d]"')):
+        make("LunarLander-v3")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from bestiary.envs.world import Raw, World
 from bestiary.errors import UserError
+from bestiary.extras import require
 from bestiary.seeding import derive
 from bestiary.suggest import did_you_mean
 from bestiary.types import Snapshot, Spec
@@ -60,6 +61,8 @@ def probe(cfg: "Gym") -> tuple[Spec, bool]:
     try:
         env = build(cfg, (0, 0, 0))
     except gymnasium.error.DependencyNotInstalled as e:
+        if "box2d" in str(gymnasium.spec(cfg.id).entry_point):
+            require("Box2D", "box2d")
         raise UserError(f"{cfg.id} needs a package that is not installed: {e}") from None
     except gymnasium.error.Error as e:
         hint = did_you_mean(cfg.id, gymnasium.registry, str(e))

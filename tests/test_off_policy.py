@@ -252,7 +252,7 @@ def test_padding_changes_neither_loss_nor_gradient():
 def test_a_batch_without_a_move_teaches_nothing():
     t = windows()
     padding = t._replace(step=t.step._replace(is_first=torch.ones_like(t.step.is_first)))
-    for learner in (dqn_learner(), dqn_learner(focus=2.0), sac_learner()):
+    for learner in (dqn_learner(), dqn_learner(focus=2.0), sac_learner(), sac_learner(focus=2.0)):
         loss, metrics = learner.loss(padding)
         assert all(torch.isfinite(x) for x in metrics.values())
         assert all(not g.any() for g in gradients(loss, learner.agent).values())
@@ -422,14 +422,18 @@ def plain_sac(learner: SacLearner, t: Trajectory, alpha: float) -> tuple[Tensor,
                 value = sum(pi[a] * (min(q1[a], q2[a]) - alpha * pi[a].log()) for a in range(SPEC.num_actions))
                 y = reward[n + 1] + gamma * (0 if is_terminal[n + 1] else 1) * value
             q1, q2 = (sequential(head, h[n]) for head in heads)
-            critic.append(0.5 * ((q1[action[n]] - y) ** 2 + (q2[action[n]] - y) ** 2))
+            critic.append(torch.stack([q1[action[n]] - y, q2[action[n]] - y]))
             pi = sequential(agent.policy, mine[n]).softmax(0)
             judge = torch.minimum(q1, q2)
             if cfg.freeze_critic or not cfg.shared_encoder:
                 judge = judge.detach()
             policy.append((pi * (alpha * pi.log() - judge)).sum())
             entropy.append(-(pi * pi.log()).sum().item())
-    return torch.stack(critic).mean(), torch.stack(policy).mean(), sum(entropy) / len(entropy)
+    losses = []
+    for errors in torch.stack(critic).T:  # each critic has surprises of its own
+        weights = [abs(e.item()) ** cfg.focus for e in errors]
+        losses.append(0.5 * sum(w * e**2 for w, e in zip(weights, errors, strict=True)) / sum(weights))
+    return losses[0] + losses[1], torch.stack(policy).mean(), sum(entropy) / len(entropy)
 
 
 SAC = {
@@ -437,6 +441,7 @@ SAC = {
     "separate, slow encoder": {"target_encoder": True},
     "shared": {"shared_encoder": True},
     "shared, frozen": {"shared_encoder": True, "freeze_critic": True},
+    "shared, frozen, focused": {"shared_encoder": True, "freeze_critic": True, "focus": 1.5},
     "shared, slow encoder": {"shared_encoder": True, "freeze_critic": True, "target_encoder": True},
 }
 
@@ -779,7 +784,7 @@ def test_overlapping_waits_for_the_end_of_the_first_episode_however_late_it_come
         (SacDiscrete, {"burn_in": 1}, r"algo\.burn-in=1 must be at least 0 and below algo\.window=None"),
         (Dqn, {"head": (256, 0)}, r"algo\.head=\(256, 0\) must be layers of at least one unit"),
         (Dqn, {"trace_decay": 1.1}, r"algo\.trace-decay=1\.1 must lie in \[0, 1\]"),
-        (Dqn, {"focus": -1.0}, r"algo\.focus=-1\.0 must be at least 0"),
+        (SacDiscrete, {"focus": -1.0}, r"algo\.focus=-1\.0 must be at least 0"),
         (Dqn, {"epsilon_first": 2.0}, r"algo\.epsilon-first=2\.0 must lie in \[0, 1\]"),
         (Dqn, {"epsilon_last": -0.5}, r"algo\.epsilon-last=-0\.5 must lie in \[0, 1\]"),
         (Dqn, {"epsilon_fraction": 10}, r"algo\.epsilon-fraction=10 must lie in \[0, 1\]"),

@@ -39,6 +39,8 @@ class OffPolicy:
     """share of the way the target follows after every update; None: by `period`"""
     period: int | None = None
     """updates between two copies to the target"""
+    focus: float = 0.0
+    """moves weigh by their error to this power: a rare surprise counts among many moves that are understood"""
     head: Counts = (256, 256)
     """units of the layers after memory"""
     grad_norm: float | None = None
@@ -56,6 +58,8 @@ class OffPolicy:
             raise UserError(
                 "set one of algo.tau (follow slowly) and algo.period (copy now and then), and the other to None"
             )
+        if self.focus < 0:
+            raise UserError(f"algo.focus={self.focus} must be at least 0")
         if self.burn_in < 0 or (self.burn_in and self.burn_in >= (self.window or 0)):
             raise UserError(f"algo.burn-in={self.burn_in} must be at least 0 and below algo.window={self.window}")
         if any(units < 1 for units in self.head):
@@ -131,6 +135,11 @@ def parameter_groups(module: nn.Module, memory_lr: float | None) -> list[dict[st
     theirs = {id(p) for p in memory}
     rest = [p for p in module.parameters() if id(p) not in theirs]
     return [{"params": rest}, {"params": memory, "lr": memory_lr}]
+
+
+def share(weight: Tensor) -> Tensor:
+    """[..., T, B]: of a batch, so that all its moves together count as one; of nothing, nothing."""
+    return weight / weight.sum((-2, -1), keepdim=True).clamp(min=torch.finfo(weight.dtype).tiny)
 
 
 def split(t: Trajectory, rows: int) -> tuple[TimeStep, Trajectory]:

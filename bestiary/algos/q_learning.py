@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bestiary.algos.base import Agent, apply_gradient
-from bestiary.algos.off_policy import OffPolicy, Target, parameter_groups, split, up_to_date
+from bestiary.algos.off_policy import OffPolicy, Target, parameter_groups, share, split, up_to_date
 from bestiary.cores.base import CoreConfig
-from bestiary.errors import UserError
 from bestiary.nets import Net, Torso, head
 from bestiary.ops.policy import epsilon_greedy
 from bestiary.ops.returns import watkins
@@ -63,19 +62,10 @@ class QLearning(OffPolicy):
     """lambda of Watkins's traces; 0: one-step targets"""
     huber: bool = False
     """errors beyond 1 count linearly; else their squares"""
-    focus: float = 0.0
-    """moves weigh by their error to this power: a rare surprise counts among many moves that are understood"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_shares("trace_decay")
-        if self.focus < 0:
-            raise UserError(f"algo.focus={self.focus} must be at least 0")
-
-
-def share(weight: Tensor) -> Tensor:
-    """Of the whole, so that all together count as one; of nothing, nothing."""
-    return weight / weight.sum().clamp(min=torch.finfo(weight.dtype).tiny)
 
 
 class QLearner:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bestiary.algos.base import Agent, apply_gradient
-from bestiary.algos.off_policy import OffPolicy, Target, parameter_groups, split, up_to_date
+from bestiary.algos.off_policy import OffPolicy, Target, parameter_groups, share, split, up_to_date
 from bestiary.cores.base import CoreConfig
 from bestiary.errors import UserError
 from bestiary.exploration import Explorer, Fixed
@@ -88,8 +88,7 @@ class SacLearner:
         cfg = self.cfg
         past, t = split(t, cfg.burn_in)
         m = moves(t.step, self.discount)
-        weight = m.valid.to(m.reward.dtype)
-        weight = weight / weight.sum().clamp(min=1)
+        weight = share(m.valid.to(m.reward.dtype))
         temperature = self.log_temperature.exp().detach()
 
         h, _ = self.torso(t.step, up_to_date(self.torso, past, t.state))
@@ -106,7 +105,8 @@ class SacLearner:
             worth = self.target.module(behind).amin(0) - temperature * log_pi[1:]
             y = m.reward + m.discount * (pi[1:] * worth).sum(-1)
         value = q.gather(-1, t.action[None, :-1, :, None].expand(2, -1, -1, -1)).squeeze(-1)
-        critic_loss = 0.5 * (weight * (value - y).square()).sum()
+        error = value - y
+        critic_loss = 0.5 * (share(m.valid * error.detach().abs() ** cfg.focus) * error.square()).sum()
 
         judged = q.amin(0)
         if cfg.freeze_critic or not cfg.shared_encoder:

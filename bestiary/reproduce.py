@@ -34,10 +34,10 @@ TITLES = {
     "key-to-door": "Key-to-Door",
 }
 SMALL_LENGTHS = {
-    "tmaze-passive": (10, 30, 100),
-    "tmaze-active": (5, 15, 40),
-    "visual-match": (5, 15, 30),
-    "key-to-door": (5, 15, 30),
+    "tmaze-passive": (10, 50, 250),
+    "tmaze-active": (10, 50, 250),
+    "visual-match": (10, 30, 60),
+    "key-to-door": (10, 30, 60),
 }
 MEMORIES: dict[Scale, tuple[str, ...]] = {"small": ("ff", "lstm", "gpt", "delta-net"), "paper": ("lstm", "gpt")}
 LAST = 0.05  # of the evaluations, at the end of a run, whose mean is its result

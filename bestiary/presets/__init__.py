@@ -15,9 +15,10 @@ PRESETS: dict[str, tuple[str, str]] = {
     "recall": ("small", "IMPALA + LSTM remembers a cue for ten steps: two minutes on two cores"),
     "tmaze": ("memory_rl", "DQN + Delta Net remembers a cue along a corridor of fifty cells: seconds"),
     **{
-        f"{task}-{length}": ("memory_rl", f"DQN + Delta Net far beyond: {n:,} episodes, minutes")
+        f"{task}-{length}": ("memory_rl", f"{algo} + Delta Net, small and quick: {n:,} episodes, minutes")
         for task, lengths in QUICK.items()
         for length, n in lengths.items()
+        for algo in ("DQN" if task.startswith("tmaze") else "SAC-Discrete",)
     },
     "catch": ("small", "IMPALA on Catch, the smallest task with pictures: seconds"),
     "cartpole": ("small", "IMPALA on CartPole-v1, or any Gymnasium id with --env.id"),

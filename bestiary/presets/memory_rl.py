@@ -161,7 +161,7 @@ def quick_tmaze(length: int, active: bool = False, memory: str = "delta-net", ep
     )
 
 
-def quick_grid(env: VisualMatch | KeyToDoor, horizon: int, memory: str, episodes: int = 6_000) -> Experiment:
+def quick_grid(env: VisualMatch | KeyToDoor, horizon: int, memory: str, episodes: int) -> Experiment:
     envs, frames = 16, episodes * (horizon + 1)
     return Experiment(
         env=env,
@@ -171,14 +171,15 @@ def quick_grid(env: VisualMatch | KeyToDoor, horizon: int, memory: str, episodes
             capacity=max(300_000, 64 * horizon),
             warmup=envs * horizon,
             ratio=0.01,
-            discount=0.99,
+            discount=None,  # of as many steps as an episode has
             tau=0.02,
+            focus=1.0,  # few moves of an episode are about what was seen long before
             temperature=0.05,
             shared_encoder=True,
             freeze_critic=True,
             head=(128,),
             grad_norm=1.0,
-            optimizer=Adam(lr=1e-3),
+            optimizer=Adam(lr=2e-3),
         ),
         core=small_core(memory, horizon),
         net=Net(encoder=SmallCnn(hidden_size=64), prev_reward=False, init="orthogonal"),
@@ -188,14 +189,14 @@ def quick_grid(env: VisualMatch | KeyToDoor, horizon: int, memory: str, episodes
     )
 
 
-def quick(task: str, length: int, memory: str, seed: int = 0) -> Experiment:
+def quick(task: str, length: int, memory: str = "delta-net", seed: int = 0, episodes: int | None = None) -> Experiment:
     """A task with settings that learn within minutes."""
     if task in ("tmaze-passive", "tmaze-active"):
-        made = quick_tmaze(length, task == "tmaze-active", memory)
+        made = quick_tmaze(length, task == "tmaze-active", memory, episodes or 2_000)
     elif task == "visual-match":
-        made = quick_grid(VisualMatch(length), length + 30, memory)
+        made = quick_grid(VisualMatch(length), length + 30, memory, episodes or 6_000)
     else:
-        made = quick_grid(KeyToDoor(length), length + 25, memory)
+        made = quick_grid(KeyToDoor(length), length + 25, memory, episodes or 6_000)
     return replace(made, seed=seed)
 
 
@@ -203,7 +204,7 @@ tmaze = quick_tmaze(50)
 
 globals().update(
     {
-        f"{task}-{length}".replace("-", "_"): quick_tmaze(length, task == "tmaze-active", episodes=episodes)
+        f"{task}-{length}".replace("-", "_"): quick(task, length, episodes=episodes)
         for task, lengths in QUICK.items()
         for length, episodes in lengths.items()
     }

@@ -581,6 +581,27 @@ def test_memory_may_have_a_learning_rate_of_its_own(cfg):
     assert [len(group["params"]) for group in plain] == [len(rates)]
 
 
+@double
+@pytest.mark.parametrize("cfg", TARGETS.values(), ids=TARGETS)
+def test_learning_rates_may_fall_to_nothing_over_the_budget(cfg):
+    cfg = replace(cfg, memory_lr=1e-5, optimizer=Adam(lr=1e-3), lr_decay="linear", ratio=0.01)
+    learner = make_learner(cfg, total_steps=400)  # four updates
+
+    def rates() -> list[float]:
+        return [group["lr"] for group in learner.optimizer.param_groups]
+
+    shares = []
+    for _ in range(6):
+        learner.update(Batch(windows()))
+        assert rates()[0] == pytest.approx(100 * rates()[1])
+        shares.append(rates()[0] / 1e-3)
+    assert shares == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0, 0.0])
+    again = make_learner(cfg, total_steps=400)
+    again.load_state_dict(learner.state_dict() | {"updates": 2})
+    again.update(Batch(windows()))
+    assert again.optimizer.param_groups[0]["lr"] == pytest.approx(0.5e-3)
+
+
 @pytest.mark.parametrize("cfg", TARGETS.values(), ids=TARGETS)
 def test_the_discount_may_follow_from_the_length_of_an_episode(cfg):
     assert make_learner(replace(cfg, discount=None)).discount == pytest.approx(1 - 1 / HORIZON)

@@ -1,4 +1,4 @@
-"""V-trace and Watkins's Q(lambda): reference data, the sums of the papers, and the borders between episodes."""
+"""V-trace, Watkins's Q(lambda), n steps: reference data, the sums of the papers, and the borders between episodes."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from bestiary.algos.impala import Impala, ImpalaLearner
-from bestiary.ops.returns import VTrace, accumulate, vtrace, watkins
+from bestiary.ops.rescaling import squeeze, unsqueeze
+from bestiary.ops.returns import VTrace, accumulate, n_step, vtrace, watkins
 from bestiary.types import State, TimeStep, Trajectory, moves
 
 IMPORTANCE_CASES = [*(f"iw{i}" for i in range(11)), "f32_0", "f32_1"]
@@ -502,3 +503,55 @@ def test_watkins_targets_are_constants_to_the_gradient():
     value = torch.randn(4, 2, requires_grad=True)
     yes = torch.ones(4, 2, dtype=torch.bool)
     assert not watkins(torch.randn(4, 2), torch.rand(4, 2), yes, value, yes, 0.5).requires_grad
+
+
+# -- n steps -------------------------------------------------------------------------------------------------------
+
+
+def as_rows(reward: np.ndarray, terminated: np.ndarray, truncated: np.ndarray, next_value: np.ndarray, gamma: float):
+    """Moves of streams [B, T] as chunks of rows, one per stream, with the row that opens each episode between them."""
+    for b in range(len(reward)):
+        rows, value, move = [(0.0, True, False)], [], []
+        for t in range(reward.shape[1]):
+            move.append(len(rows) - 1)
+            rows.append((reward[b, t], False, bool(terminated[b, t])))
+            value.append(next_value[b, t])
+            if terminated[b, t] or truncated[b, t]:
+                rows.append((0.0, True, False))
+                value.append(1e9)  # never asked for
+        r, first, terminal = (torch.tensor(column)[:, None] for column in zip(*rows, strict=True))
+        none = torch.zeros_like(first, dtype=torch.int64)
+        step = TimeStep(none, none, r.double(), first, terminal)
+        yield b, move, moves(step, gamma), torch.tensor(value, dtype=torch.float64)[:, None]
+
+
+R2D2 = np.load(Path(__file__).parent / "data" / "r2d2.npz")
+
+
+@pytest.mark.parametrize("case", R2D2["nstep_cases"].tolist())
+def test_n_steps_match_golden(case):
+    streams = [R2D2[f"{case}/{k}"] for k in ("reward", "terminated", "truncated", "next_value")]
+    gamma, eps, n = (R2D2[f"{case}/{k}"].item() for k in ("gamma", "rescale_eps", "n"))
+    wanted, rescaled = (torch.from_numpy(R2D2[f"{case}/{k}"]) for k in ("target", "target_rescaled"))
+    for b, move, m, value in as_rows(*streams, gamma):
+        assert_close(n_step(m.reward, m.discount, m.valid, value, n)[move, 0], wanted[b], 1e-10)
+        squeezed = squeeze(n_step(m.reward, m.discount, m.valid, unsqueeze(value, eps), n), eps)
+        assert_close(squeezed[move, 0], rescaled[b], 1e-8)
+
+
+def test_one_step_is_a_reward_and_a_value():
+    chunk = Chunk.random(30, 6)
+    m = moves(chunk.step, 0.9)
+    out = n_step(m.reward, m.discount, m.valid, chunk.value[1:], 1)
+    assert_close(out, m.reward + m.discount * chunk.value[1:])
+
+
+@pytest.mark.parametrize("tag", ["eps1e-3", "eps1e-2"])
+def test_values_are_squeezed_and_come_back_to_the_last_digits(tag):
+    z = {k: torch.from_numpy(R2D2[f"rescale/{tag}/{k}"]) for k in ("x", "h", "z", "h_inverse")}
+    eps = float(R2D2[f"rescale/{tag}/eps"])
+    torch.testing.assert_close(squeeze(z["x"], eps), z["h"], rtol=1e-14, atol=0)
+    torch.testing.assert_close(unsqueeze(z["z"], eps), z["h_inverse"], rtol=1e-14, atol=0)
+    x = torch.logspace(-6, 6, 100)
+    for signed in (x, -x):
+        torch.testing.assert_close(unsqueeze(squeeze(signed, eps), eps), signed, rtol=1e-6, atol=0)  # in float32

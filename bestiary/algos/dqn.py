@@ -17,7 +17,7 @@ class DqnLearner(QLearner):
     """Explores less and less: linearly, over the first part of the budget."""
 
     def __init__(self, cfg: "Dqn", agent: QAgent, total_steps: int) -> None:
-        super().__init__(cfg, agent)
+        super().__init__(cfg, agent, total_steps)
         self.first = cfg.epsilon_first
         self.last = per_horizon(agent.spec, "epsilon-last") if cfg.epsilon_last is None else cfg.epsilon_last
         self.until = max(1.0, cfg.epsilon_fraction * total_steps * cfg.ratio)  # updates

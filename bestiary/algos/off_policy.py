@@ -1,8 +1,9 @@
 """What algorithms that learn from stored experience share: how it is drawn, slow targets, memory's own rate."""
 
 import copy
+import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,8 @@ class OffPolicy:
     optimizer: OptimizerConfig = field(default_factory=lambda: Adam(lr=3e-4))
     memory_lr: float | None = None
     """learning rate of the memory; None: as everything else"""
+    lr_decay: Literal["linear", "none"] = "none"
+    """linear: learning rates fall to nothing over the budget"""
 
     def __post_init__(self) -> None:
         if self.unroll < 1:
@@ -125,6 +128,19 @@ class Target:
             torch._foreach_lerp_(mine, theirs, self.tau)  # type: ignore
         elif self.period is not None and updates % self.period == 0:
             torch._foreach_copy_(mine, theirs)  # type: ignore
+
+
+class Pace:
+    """Which part of the learning rates applies now, of the updates that the budget allows."""
+
+    def __init__(self, cfg: OffPolicy, optimizer: torch.optim.Optimizer, total_steps: int) -> None:
+        self.optimizer = optimizer
+        self.total = max(1.0, total_steps * cfg.ratio) if cfg.lr_decay == "linear" else math.inf
+        self.rates = [group["lr"] for group in optimizer.param_groups]
+
+    def at(self, updates: int) -> None:
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * max(0.0, 1 - updates / self.total)
 
 
 def parameter_groups(module: nn.Module, memory_lr: float | None) -> list[dict[str, Any]]:

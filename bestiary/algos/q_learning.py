@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bestiary.algos.base import Agent, apply_gradient
-from bestiary.algos.off_policy import OffPolicy, Target, parameter_groups, share, split, up_to_date
+from bestiary.algos.off_policy import OffPolicy, Pace, Target, parameter_groups, share, split, up_to_date
 from bestiary.cores.base import CoreConfig
 from bestiary.nets import Net, Torso, head
 from bestiary.ops.policy import epsilon_greedy
@@ -75,12 +75,13 @@ class QLearner:
     themselves what is corrected.
     """
 
-    def __init__(self, cfg: QLearning, agent: QAgent) -> None:
+    def __init__(self, cfg: QLearning, agent: QAgent, total_steps: int) -> None:
         self.cfg = cfg
         self.agent = agent
         self.discount = cfg.discount_for(agent.spec)
         self.target = Target(agent, cfg)
         self.optimizer = cfg.optimizer.build(parameter_groups(agent, cfg.memory_lr))
+        self.pace = Pace(cfg, self.optimizer, total_steps)
         self.updates = 0
 
     def epsilon(self) -> float:
@@ -110,6 +111,7 @@ class QLearner:
         }
 
     def update(self, batch: Batch) -> Update:
+        self.pace.at(self.updates)
         loss, metrics = self.loss(batch.trajectory)
         norm = apply_gradient(loss, self.agent, self.optimizer, self.cfg.grad_norm, self.updates + 1)
         self.updates += 1

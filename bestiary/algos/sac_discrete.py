@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bestiary.algos.base import Agent, apply_gradient
-from bestiary.algos.off_policy import OffPolicy, Target, parameter_groups, share, split, up_to_date
+from bestiary.algos.off_policy import OffPolicy, Pace, Target, parameter_groups, share, split, up_to_date
 from bestiary.cores.base import CoreConfig
 from bestiary.errors import UserError
 from bestiary.exploration import Explorer, Fixed
@@ -64,7 +64,7 @@ class SacLearner:
     loss may also change what it is judged by. With separate encoders it never may.
     """
 
-    def __init__(self, cfg: "SacDiscrete", agent: SacAgent) -> None:
+    def __init__(self, cfg: "SacDiscrete", agent: SacAgent, total_steps: int) -> None:
         self.cfg = cfg
         self.agent = agent
         self.discount = cfg.discount_for(agent.spec)
@@ -82,6 +82,7 @@ class SacLearner:
             self.everything.register_parameter("log_temperature", self.log_temperature)
             groups[0]["params"].append(self.log_temperature)
         self.optimizer = cfg.optimizer.build(groups)
+        self.pace = Pace(cfg, self.optimizer, total_steps)
         self.updates = 0
 
     def loss(self, t: Trajectory) -> tuple[Tensor, Metrics]:
@@ -127,6 +128,7 @@ class SacLearner:
         }
 
     def update(self, batch: Batch) -> Update:
+        self.pace.at(self.updates)
         loss, metrics = self.loss(batch.trajectory)
         norm = apply_gradient(loss, self.everything, self.optimizer, self.cfg.grad_norm, self.updates + 1)
         self.updates += 1
@@ -191,4 +193,4 @@ class SacDiscrete(OffPolicy):
 
     def learner(self, agent: Agent, total_steps: int) -> SacLearner:
         assert isinstance(agent, SacAgent)
-        return SacLearner(self, agent)
+        return SacLearner(self, agent, total_steps)

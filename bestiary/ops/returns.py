@@ -71,3 +71,18 @@ def watkins(
     ahead = torch.cat([valid[1:] & greedy[:-1], torch.zeros_like(valid[:1])])
     keep = trace_decay * ahead.to(next_value.dtype)
     return accumulate(reward + discount * (1 - keep) * next_value, discount * keep)
+
+
+@torch.no_grad()
+def n_step(reward: Tensor, discount: Tensor, valid: Tensor, next_value: Tensor, n: int) -> Tensor:
+    """Targets of the moves of a chunk, [T, B]: n rewards, then the value of the row they lead to.
+
+    An episode that is over before has fewer rewards; where it was cut by a time limit, the value of its last row
+    follows. So it is at the end of the chunk: its last n - 1 targets are shorter than others.
+    """
+    target = reward + discount * next_value
+    goes_on = torch.cat([valid[1:], torch.zeros_like(valid[:1])])
+    for _ in range(n - 1):
+        after = torch.cat([target[1:], next_value[-1:]])
+        target = reward + discount * torch.where(goes_on, after, next_value)
+    return target

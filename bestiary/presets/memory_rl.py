@@ -180,6 +180,7 @@ def quick_grid(env: VisualMatch | KeyToDoor, horizon: int, memory: str, episodes
             head=(128,),
             grad_norm=1.0,
             optimizer=Adam(lr=2e-3),
+            lr_decay="linear",
         ),
         core=small_core(memory, horizon),
         net=Net(encoder=SmallCnn(hidden_size=64), prev_reward=False, init="orthogonal"),

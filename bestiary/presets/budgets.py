@@ -16,6 +16,6 @@ MEMORY_RL = {
 QUICK = {
     "tmaze-passive": {1500: 4_000, 10_000: 2_500},
     "tmaze-active": {250: 4_000},
-    "visual-match": {60: 10_000, 250: 6_000},
-    "key-to-door": {60: 6_000, 120: 6_000},
+    "visual-match": {60: 10_000, 250: 10_000},
+    "key-to-door": {60: 6_000, 120: 12_000},
 }

@@ -170,7 +170,7 @@ def quick_grid(env: VisualMatch | KeyToDoor, horizon: int, memory: str, episodes
             batch_size=32,  # whole episodes
             capacity=max(300_000, 64 * horizon),
             warmup=envs * horizon,
-            ratio=0.01,
+            ratio=min(0.01, 1 / horizon),  # at most one update for every episode: long ones cost as much more
             discount=None,  # of as many steps as an episode has
             tau=0.02,
             focus=1.0,  # few moves of an episode are about what was seen long before

@@ -130,7 +130,7 @@ def small_core(memory: str, horizon: int) -> CoreConfig:
 
 
 def quick_tmaze(length: int, active: bool = False, memory: str = "delta-net", episodes: int = 2_000) -> Experiment:
-    """Settings that hold from ten steps to tens of thousands."""
+    """Settings that hold from ten steps to thousands."""
     horizon, envs = length + (3 if active else 1), 16
     frames = episodes * (horizon + 1)
     return Experiment(

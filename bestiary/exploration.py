@@ -36,6 +36,11 @@ class Fixed:
         pass
 
 
+def ladder(rungs: int, base: float, alpha: float) -> Tensor:
+    """base^(1 + alpha i / (rungs - 1)): from bold to nearly greedy, a rung for each environment (Horgan et al. 2018)."""
+    return base ** (1 + alpha * torch.linspace(0, 1, rungs, dtype=torch.float64)).float()
+
+
 class Novelty:
     """The chance given for what an episode shows once or less; for what it shows n times, an nth of it.
 

@@ -37,7 +37,7 @@ class Fixed:
 
 
 def ladder(rungs: int, base: float, alpha: float) -> Tensor:
-    """base^(1 + alpha i / (rungs - 1)): from bold to nearly greedy, a rung for each environment (Horgan et al. 2018)."""
+    """base^(1 + alpha i / (rungs - 1)): from bold to nearly greedy, a rung an environment (Horgan et al. 2018)."""
     return base ** (1 + alpha * torch.linspace(0, 1, rungs, dtype=torch.float64)).float()
 
 

@@ -3,7 +3,7 @@
     python benchmarks/collect.py TABLE.csv RUN...         # TABLE.csv, and the summary on the screen
     python benchmarks/collect.py TABLE.csv                # the summary of a table made before
 
-Seconds are those of training alone, as its log counts them; evaluating is not in them.
+Seconds are those since the run began, as its log counts them, with earlier evaluations in them.
 """
 
 import argparse

@@ -35,6 +35,20 @@ class TensorflowRmsProp(torch.optim.Optimizer):
                 p.sub_(b)
 
 
+class Pace:
+    """Learning rates that fall in a line to nothing over a budget; None: that stay."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, budget: float | None) -> None:
+        self.optimizer = optimizer
+        self.budget = None if budget is None else max(1.0, budget)
+        self.rates = [group["lr"] for group in optimizer.param_groups]
+
+    def at(self, spent: float) -> None:
+        share = 1.0 if self.budget is None else max(0.0, 1 - spent / self.budget)
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * share
+
+
 def parameters(module: nn.Module | list[dict[str, Any]]) -> Any:
     """All of a module, or the groups given, each of which may have a rate of its own."""
     return module.parameters() if isinstance(module, nn.Module) else module

@@ -13,7 +13,7 @@ from bestiary.exploration import Explorer, Fixed
 from bestiary.nets import Net, Torso, orthogonal
 from bestiary.ops.policy import RewardClip, clip_reward, entropy, log_prob, sample
 from bestiary.ops.returns import vtrace
-from bestiary.optim import OptimizerConfig, RmsProp
+from bestiary.optim import OptimizerConfig, Pace, RmsProp
 from bestiary.replay.fifo import Fifo
 from bestiary.types import Batch, Metrics, Snapshot, Spec, State, TimeStep, Trajectory, Update, moves
 
@@ -58,8 +58,8 @@ class ImpalaLearner:
     def __init__(self, cfg: "Impala", agent: ImpalaAgent, total_steps: int) -> None:
         self.cfg = cfg
         self.agent = agent
-        self.total_steps = total_steps
         self.optimizer = cfg.optimizer.build(agent)
+        self.pace = Pace(self.optimizer, total_steps if cfg.lr_decay == "linear" else None)
         self.updates = 0
         self.steps = 0  # agent steps learnt from: the clock of the learning rate
 
@@ -106,15 +106,12 @@ class ImpalaLearner:
     def update(self, batch: Batch) -> Update:
         t = batch.trajectory
         rows, streams = t.action.shape
-        decay = max(0.0, 1 - self.steps / self.total_steps) if self.cfg.lr_decay == "linear" else 1.0
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.cfg.optimizer.lr * decay
-
+        self.pace.at(self.steps)
         loss, metrics = self.loss(t)
         norm = apply_gradient(loss, self.agent, self.optimizer, self.cfg.grad_norm, self.updates + 1)
         self.updates += 1
         self.steps += (rows - 1) * streams
-        metrics |= {"grad_norm": norm, "learning_rate": torch.tensor(self.cfg.optimizer.lr * decay)}
+        metrics |= {"grad_norm": norm, "learning_rate": torch.tensor(self.optimizer.param_groups[0]["lr"])}
         return Update(metrics)
 
     def state_dict(self) -> Snapshot:

@@ -1,7 +1,6 @@
 """What algorithms that learn from stored experience share: how it is drawn, slow targets, memory's own rate."""
 
 import copy
-import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from bestiary.config import Count, Counts
 from bestiary.errors import UserError
 from bestiary.nets import Torso
-from bestiary.optim import Adam, OptimizerConfig
+from bestiary.optim import Adam, OptimizerConfig, Pace
 from bestiary.replay.uniform import Uniform
 from bestiary.types import Spec, State, TimeStep, Trajectory
 
@@ -101,6 +100,9 @@ class OffPolicy:
     def discount_for(self, spec: Spec) -> float:
         return 1 - per_horizon(spec, "discount") if self.discount is None else self.discount
 
+    def pace(self, optimizer: torch.optim.Optimizer, total_steps: int) -> Pace:
+        return Pace(optimizer, total_steps * self.ratio if self.lr_decay == "linear" else None)
+
     def priorities(self, trajectory: Trajectory) -> Tensor | None:
         return None
 
@@ -128,19 +130,6 @@ class Target:
             torch._foreach_lerp_(mine, theirs, self.tau)  # type: ignore
         elif self.period is not None and updates % self.period == 0:
             torch._foreach_copy_(mine, theirs)  # type: ignore
-
-
-class Pace:
-    """Which part of the learning rates applies now, of the updates that the budget allows."""
-
-    def __init__(self, cfg: OffPolicy, optimizer: torch.optim.Optimizer, total_steps: int) -> None:
-        self.optimizer = optimizer
-        self.total = max(1.0, total_steps * cfg.ratio) if cfg.lr_decay == "linear" else math.inf
-        self.rates = [group["lr"] for group in optimizer.param_groups]
-
-    def at(self, updates: int) -> None:
-        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate * max(0.0, 1 - updates / self.total)
 
 
 def parameter_groups(module: nn.Module, memory_lr: float | None) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bestiary.algos.base import Agent, apply_gradient
-from bestiary.algos.off_policy import OffPolicy, Pace, Target, parameter_groups, share, split, up_to_date
+from bestiary.algos.off_policy import OffPolicy, Target, parameter_groups, share, split, up_to_date
 from bestiary.cores.base import CoreConfig
 from bestiary.nets import Net, Torso, head
 from bestiary.ops.policy import epsilon_greedy
@@ -81,7 +81,7 @@ class QLearner:
         self.discount = cfg.discount_for(agent.spec)
         self.target = Target(agent, cfg)
         self.optimizer = cfg.optimizer.build(parameter_groups(agent, cfg.memory_lr))
-        self.pace = Pace(cfg, self.optimizer, total_steps)
+        self.pace = cfg.pace(self.optimizer, total_steps)
         self.updates = 0
 
     def epsilon(self) -> float:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bestiary.algos.base import Agent, apply_gradient
-from bestiary.algos.off_policy import OffPolicy, Pace, Target, parameter_groups, share, split, up_to_date
+from bestiary.algos.off_policy import OffPolicy, Target, parameter_groups, share, split, up_to_date
 from bestiary.cores.base import CoreConfig
 from bestiary.errors import UserError
 from bestiary.exploration import Explorer, Fixed
@@ -82,7 +82,7 @@ class SacLearner:
             self.everything.register_parameter("log_temperature", self.log_temperature)
             groups[0]["params"].append(self.log_temperature)
         self.optimizer = cfg.optimizer.build(groups)
-        self.pace = Pace(cfg, self.optimizer, total_steps)
+        self.pace = cfg.pace(self.optimizer, total_steps)
         self.updates = 0
 
     def loss(self, t: Trajectory) -> tuple[Tensor, Metrics]:

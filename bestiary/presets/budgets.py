@@ -12,7 +12,7 @@ MEMORY_RL = {
 }
 # fmt: on
 
-# what small memories and larger steps need, on a laptop: task -> length -> training episodes
+# what small memories and larger steps are given, on a laptop: task -> length -> training episodes
 QUICK = {
     "tmaze-passive": {1500: 4_000, 10_000: 2_500},
     "tmaze-active": {250: 4_000},

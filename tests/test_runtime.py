@@ -190,9 +190,12 @@ def test_a_run_from_before_there_was_success_goes_on_with_its_columns(tmp_path):
         assert None not in told[-1]  # no value without a column
 
 
-def test_tensorboard_shows_one_continuous_curve_across_resumes(tmp_path):
+def test_tensorboard_shows_one_continuous_curve_across_resumes(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
 
+    # files of one second are told apart by a counter of the process, and read by name: 10 would come before 9
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     experiment = tiny(log=Logs(every=200))
     experiment = replace(experiment, checkpoint=Checkpoints(frames=500))
     run = interrupted(experiment, tmp_path / "run", 1_000)

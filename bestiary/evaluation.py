@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
@@ -13,9 +14,9 @@ import torch
 
 from bestiary import stats
 from bestiary.actor import Actor
-from bestiary.algos.base import Agent
-from bestiary.config import encode
-from bestiary.envs import Atari
+from bestiary.algos.base import Agent, load_weights
+from bestiary.config import differences, encode
+from bestiary.envs import Atari, EnvConfig
 from bestiary.envs.base import references
 from bestiary.envs.world import World
 from bestiary.errors import UserError
@@ -75,11 +76,7 @@ def human_normalised(game: str, score: float) -> float | None:
 
 def build_agent(experiment: Experiment, spec: Spec, weights: dict[str, torch.Tensor], device: torch.device) -> Agent:
     agent = experiment.algo.agent(spec, experiment.net, experiment.core)
-    try:
-        agent.load_state_dict(weights)
-    except RuntimeError as e:
-        reason = str(e).splitlines()[1].strip() if "\n" in str(e) else str(e)
-        raise UserError(f"the checkpoint is of another network than experiment.json describes: {reason}") from None
+    load_weights(agent, weights, "than experiment.json describes")
     return agent.to(device).eval()
 
 
@@ -113,16 +110,20 @@ def evaluate(
     seed: int = 0,
     device: str = "auto",
     threads: int | None = None,
+    env: EnvConfig | None = None,
 ) -> dict[str, Any]:
     """Play a run's agent on seeds it was never trained on. Needs only the run directory; writes eval-*.json there.
 
     `runs` repeats the protocol on other seeds: the statistics are over all games, and the means of the
     repetitions are listed. `positive_only` replays a game, from a fresh start, until its final score is positive.
+    `env` plays elsewhere than it was trained, for example in a longer maze.
     """
     if episodes < 1 or envs < 1 or runs < 1:
         raise UserError(f"episodes={episodes}, envs={envs} and runs={runs} must be at least 1")
     run = run if isinstance(run, Run) else Run(run)
     experiment = run.experiment()
+    changed = [] if env is None else differences(encode(experiment.env), encode(env))
+    experiment = experiment if env is None else replace(experiment, env=env)
     saved = run.load(checkpoint)
     where = choose_device(device)
     keep_memory()
@@ -142,6 +143,7 @@ def evaluate(
 
     out: dict[str, Any] = {
         "checkpoint_frames": saved.meta["frames"],
+        "elsewhere": changed,
         "protocol": {
             "episodes": episodes,
             "runs": runs,
@@ -164,7 +166,8 @@ def evaluate(
         out["references"] = known._asdict()
     which = "" if len(modes) == 2 else f"-{modes[0]}"
     kind = "-positive" if positive_only else ""
-    name = f"eval-{saved.meta['frames']}-{runs}x{episodes}-seed{seed}{which}{kind}.json"
+    elsewhere = "".join(f"-{c.rpartition(': ')[0].strip('.') or 'env'}-{c.rpartition(' -> ')[2]}" for c in changed)
+    name = f"eval-{saved.meta['frames']}-{runs}x{episodes}-seed{seed}{which}{kind}{elsewhere}.json"
     run.write(name, json.dumps(out, indent=2))
     return out | {"file": str(run.path / name)}
 

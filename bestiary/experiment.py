@@ -68,6 +68,8 @@ class Experiment:
     frames: Count = 200_000
     """budget of experience in environment frames (agent steps x frame skip)"""
     seed: int = 0
+    init: str | None = None
+    """a run of the same algorithm and network to begin with: what it has learnt, without its experience"""
     evaluation: Evaluation = field(default_factory=Evaluation)
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
     log: Logs = field(default_factory=Logs)

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from bestiary.checkpoint import NotSaved
-from bestiary.config import encode
+from bestiary.checkpoint import Checkpoint, NotSaved
+from bestiary.config import encode, kebab
 from bestiary.display import Screen, Silent, View
 from bestiary.errors import UserError
 from bestiary.evaluation import evaluate_now
@@ -65,6 +65,15 @@ def _mean(values: list[float] | list[int] | list[bool]) -> float:
     return float(np.mean(values)) if values else math.nan
 
 
+def _learnt(experiment: Experiment) -> Checkpoint:
+    """What the run named by `init` has learnt."""
+    other = Run(experiment.init or "")
+    mine, theirs = (kebab(type(e.algo)) for e in (experiment, other.experiment()))
+    if mine != theirs:
+        raise UserError(f"init={other.path} was trained by {theirs}: begin with a run of {mine}")
+    return other.load()
+
+
 class Session:
     """One sitting of a run: from where it stands to its frame budget, or until told to stop."""
 
@@ -85,8 +94,11 @@ class Session:
         saved = existing.load(checkpoint) if existing.saved() or checkpoint else None
         if saved is not None and not saved.trainer:
             raise UserError("the best checkpoint holds weights only; continue from another with --checkpoint FRAMES")
+        first = None if experiment.init is None or saved is not None else _learnt(experiment)
         self.runtime = experiment.runtime.start(experiment)  # refuses what cannot run, before anything is written
         try:
+            if first is not None:
+                self.runtime.begin_with(first.weights, first.trainer["runtime"]["learner"])
             self.run = Run.create(path, experiment)
             self.interval = Interval()
             self.recent: deque[float] = deque(maxlen=100)

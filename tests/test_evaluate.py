@@ -1,5 +1,6 @@
 """Evaluation: whole games, fair quotas, fresh seeds, the protocol beside the number."""
 
+import json
 import re
 from dataclasses import replace
 
@@ -8,8 +9,11 @@ import pytest
 import torch
 
 import bestiary
+from bestiary.algos import Dqn
 from bestiary.algos.base import Agent
+from bestiary.cli import main
 from bestiary.commands.eval import print_report
+from bestiary.cores import Lstm
 from bestiary.display import Lines
 from bestiary.envs import Atari, Catch, TMaze
 from bestiary.evaluation import human_normalised, play, reference_scores
@@ -119,6 +123,31 @@ def test_success_stands_beside_what_is_possible_with_and_without_memory(tmp_path
     told = capsys.readouterr().out
     assert "score: optimal 1.0, without memory 0.5" in told
     assert re.search(r"sampled +success +40", told)
+
+
+def test_a_run_can_be_played_elsewhere_than_it_was_trained(tmp_path, capsys):
+    algo = Dqn(unroll=4, batch_size=4, warmup=50, capacity=200, ratio=0.02, head=(8,))
+    experiment = Experiment(
+        TMaze(length=3),
+        algo,
+        Lstm(hidden=4),
+        runtime=Local(envs=4, threads=1),
+        frames=500,
+        evaluation=Evaluation(episodes=0),
+    )
+    run = bestiary.train(experiment, tmp_path / "run")
+    # a maze of which no batch would fit into what the run remembers
+    assert main(["eval", str(run.path), "--episodes", "4", "--env.length", "100", "--threads", "1"]) == 0
+    assert "not as in training: length: 3 -> 100" in capsys.readouterr().out
+    (report,) = run.path.glob("eval-*-length-100.json")
+    result = json.loads(report.read_text())
+    assert result["protocol"]["env"]["length"] == 100
+    assert result["greedy"]["steps"]["min"] > 3 + 1
+    assert run.experiment().env == experiment.env
+    assert main(["eval", str(run.path), "--episodes", "4", "--threads", "1"]) == 0
+    assert "not as in training" not in capsys.readouterr().out
+    assert main(["eval", str(run.path), "env:catch"]) == 2  # other pictures, other network
+    assert "another network" in capsys.readouterr().err
 
 
 def test_what_is_not_success_is_not_reported(run):

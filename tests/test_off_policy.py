@@ -821,13 +821,16 @@ def test_numbers_that_cannot_work_are_refused(cls, settings, sentence):
 
 @pytest.mark.parametrize("cls", [Dqn, SacDiscrete])
 def test_samples_that_cannot_be_are_refused_where_the_length_of_an_episode_is_known(cls):
+    def start(**settings):
+        cls(**settings).learner(cls(**settings).agent(SPEC, NET, CORE), 100)
+
     with pytest.raises(UserError, match=r"algo\.window=9 is longer than any episode of toy \(8 moves\)"):
-        cls(window=9).agent(SPEC, NET, CORE)
+        start(window=9)
     with pytest.raises(UserError, match=r"algo\.capacity=511 is too small for one batch: it needs 512 moves"):
-        cls(capacity=511).agent(SPEC, NET, CORE)
+        start(capacity=511)
     with pytest.raises(UserError, match=r"algo\.capacity=100 is too small for one batch: it needs 128 moves"):
-        cls(capacity=100, window=2).agent(SPEC, NET, CORE)
-    cls(window=9, capacity=20).agent(SPEC._replace(horizon=None), NET, CORE)
+        start(capacity=100, window=2)
+    cls(window=9, capacity=20).check_fits(SPEC._replace(horizon=None))
 
 
 @pytest.mark.parametrize(

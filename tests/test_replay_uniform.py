@@ -353,6 +353,17 @@ def test_producers_wait_when_more_is_due_than_one_trajectory_allows():
         assert replay.full == (left > 6)
 
 
+def test_nobody_waits_for_less_than_one_update():
+    """A trajectory worth less than an update: several must come before anything can be drawn."""
+    script, replay = Script(501, density=0.0), settings(ratio=0.03, window=2, warmup=0).build(0)
+    drawn = 0
+    for k in range(30):  # worth 0.45 updates each
+        assert not replay.full
+        replay.add(script.trajectory(k))
+        drawn += drain(replay)
+    assert drawn == 13
+
+
 @pytest.mark.parametrize("window", [None, 40])
 def test_nobody_waits_while_there_is_nothing_to_draw_from(window):
     """No episode has ended, or no window is long enough: only more experience helps."""

@@ -4,6 +4,7 @@ import csv
 import gc
 import json
 import resource
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -311,3 +312,40 @@ def test_memory_stays_flat_over_thousands_of_updates(tmp_path):
     assert progress.updates > 3_000
     early, late = sizes[len(sizes) // 4], sizes[-1]
     assert late - early < 8 * 2**10
+
+
+OFF_POLICY = {"unroll": 5, "batch_size": 4, "warmup": 50, "ratio": 0.02, "head": (8,)}
+
+
+@pytest.mark.parametrize("algo", ["impala", "dqn", "sac-discrete"])
+@pytest.mark.parametrize("runtime", [Local(envs=6, threads=1), Overlap(envs=6, threads=1)])
+def test_a_run_begins_with_what_another_has_learnt(algo, runtime, tmp_path):
+    chosen = tiny().algo if algo == "impala" else family("algo")[algo](**OFF_POLICY)
+    first = bestiary.train(tiny(TMaze(length=3), algo=chosen, frames=1_000), tmp_path / "first")
+    second = tiny(TMaze(length=6), algo=chosen, runtime=runtime, init=str(first.path), seed=5)
+    session = Session(second, tmp_path / "second", Silent())
+    learner = session.runtime.learner
+    assert same(session.runtime.weights(), weights(first))
+    assert learner.updates == 0 and not learner.optimizer.state  # its own schedules
+    before = first.load().trainer["runtime"]["learner"]
+    for name in ("target", "critics"):  # what is not part of the agent
+        if name in before:
+            assert same(learner.state_dict()[name], before[name])
+    for _ in session:
+        break
+    shutil.rmtree(first.path)  # only the beginning needs it
+    assert bestiary.train(second, tmp_path / "second").load().meta["frames"] >= second.frames
+
+
+def test_a_beginning_that_does_not_fit_is_refused_before_anything_is_written(tmp_path):
+    first = bestiary.train(tiny(frames=1_000), tmp_path / "first")
+    for match, wrong in {
+        "trained by impala: begin with a run of dqn": tiny(
+            init=str(first.path), algo=family("algo")["dqn"](**OFF_POLICY)
+        ),
+        "another network than this experiment's": tiny(init=str(first.path), core=Lstm(hidden=9)),
+        "experiment.json": tiny(init=str(tmp_path / "nowhere")),
+    }.items():
+        with pytest.raises(ValueError, match=match):
+            bestiary.train(wrong, tmp_path / "second")
+        assert not (tmp_path / "second").exists()

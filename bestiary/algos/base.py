@@ -37,6 +37,15 @@ class Agent(nn.Module):
         raise NotImplementedError
 
 
+def load_weights(agent: Agent, weights: dict[str, Tensor], other: str) -> None:
+    """Weights into the network they were learnt in; `other` says than what it would be another one."""
+    try:
+        agent.load_state_dict(weights)
+    except RuntimeError as e:
+        reason = str(e).splitlines()[1].strip() if "\n" in str(e) else str(e)
+        raise UserError(f"the checkpoint is of another network {other}: {reason}") from None
+
+
 class Diverged(UserError):
     """Learning produced a number that is not one. The weights from before that update are intact."""
 

@@ -46,11 +46,11 @@ class Dqn(QLearning):
         return Fixed(torch.zeros(num_envs)) if self.novelty is None else Novelty(self.novelty)
 
     def agent(self, spec: Spec, net: Net, core: CoreConfig) -> QAgent:
-        self.check_fits(spec)
         agent = QAgent(spec, net, core, self.head)
         agent.epsilon.fill_(self.epsilon_first)
         return agent
 
     def learner(self, agent: Agent, total_steps: int) -> DqnLearner:
         assert isinstance(agent, QAgent)
+        self.check_fits(agent.spec)
         return DqnLearner(self, agent, total_steps)

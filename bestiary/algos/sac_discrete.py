@@ -188,9 +188,9 @@ class SacDiscrete(OffPolicy):
         return Fixed(torch.zeros(num_envs))  # the policy itself decides how much
 
     def agent(self, spec: Spec, net: Net, core: CoreConfig) -> SacAgent:
-        self.check_fits(spec)
         return SacAgent(spec, net, core, self.head)
 
     def learner(self, agent: Agent, total_steps: int) -> SacLearner:
         assert isinstance(agent, SacAgent)
+        self.check_fits(agent.spec)
         return SacLearner(self, agent, total_steps)

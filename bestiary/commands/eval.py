@@ -9,8 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from bestiary.commands.parse import load_plugins, parse
+from bestiary.envs import EnvConfig
 from bestiary.envs.base import References
 from bestiary.evaluation import Mode, evaluate
+from bestiary.run import EXPERIMENT, Run
 
 
 @dataclass(frozen=True)
@@ -32,15 +34,24 @@ class Eval:
     """of the evaluation; never one of training's"""
     device: str = "auto"
     threads: int | None = None
+    env: EnvConfig | None = None
+    """where to play, if not where it was trained: --env.length 10000"""
 
 
 def main(args: list[str]) -> int:
     load_plugins()
-    cfg = parse(Eval, args, "bestiary eval")
+    cfg = read(args)
     modes: tuple[Mode, ...] = ("greedy", "sampled") if cfg.mode == "both" else (cfg.mode,)
     options = {k: v for k, v in vars(cfg).items() if k not in ("run", "mode")}
     print_report(evaluate(cfg.run, modes=modes, **options), modes)
     return 0
+
+
+def read(args: list[str]) -> Eval:
+    """Settings of the environment are those of the run, unless changed."""
+    runs = [Path(word) for word in args if Path(word, EXPERIMENT).is_file()]
+    default = Eval(runs[0], env=Run(runs[0]).experiment().env) if runs else None
+    return parse(Eval, args, "bestiary eval", default)
 
 
 def print_report(result: dict[str, Any], modes: tuple[Mode, ...]) -> None:
@@ -58,6 +69,8 @@ def print_report(result: dict[str, Any], modes: tuple[Mode, ...]) -> None:
             table.add_row(mode, per, str(s["n"]), f"{s['mean']:.2f}", interval, *numbers)
     console = Console()
     console.print(table)
+    if result["elsewhere"]:
+        console.print("not as in training: " + ", ".join(result["elsewhere"]))
     if "references" in result:
         console.print(str(References(**result["references"])))
     for mode in modes:

@@ -147,8 +147,8 @@ class UniformReplay:
 
     @property
     def full(self) -> bool:
-        # while there is nothing to draw from, waiting would be for ever
-        return self.due > self.cfg.ratio * max(self.latest, 1) and not self._is_empty()
+        # while nothing can be drawn, waiting would be for ever
+        return self.due >= 1 and self.due > self.cfg.ratio * self.latest and not self._is_empty()
 
     def metrics(self) -> dict[str, float]:
         held = min(self.newest + 1, self.slots) * self.cfg.streams

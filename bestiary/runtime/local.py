@@ -7,6 +7,7 @@ import torch
 
 from bestiary import tree
 from bestiary.actor import Actor
+from bestiary.algos.base import load_weights
 from bestiary.experiment import Experiment
 from bestiary.machine import choose_device, cores, keep_memory, set_threads
 from bestiary.seeding import ACTIONS, LEARNING, TRAIN, WEIGHTS, derive
@@ -99,6 +100,12 @@ class LocalRuntime:
         means.add(update.metrics | {"policy_lag": lag})
         if update.priorities is not None and batch.keys is not None:
             self.replay.update(batch.keys, update.priorities)
+
+    def begin_with(self, weights: dict[str, torch.Tensor], learnt: Snapshot) -> None:
+        """What another run has learnt, under this experiment's own schedules."""
+        load_weights(self.learner.agent, weights, "than this experiment's")
+        fresh = {k: v for k, v in self.learner.state_dict().items() if k in ("optimizer", "updates", "steps")}
+        self.learner.load_state_dict({**learnt, **fresh})
 
     def weights(self) -> dict[str, torch.Tensor]:
         return self.learner.agent.state_dict()

@@ -13,6 +13,7 @@ from bestiary.commands.parse import parse
 from bestiary.commands.plot import Settings as Plot
 from bestiary.commands.resume import Resume
 from bestiary.commands.train import read
+from bestiary.envs import TMaze
 from bestiary.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent
@@ -50,7 +51,7 @@ def test_a_command_in_a_document_is_understood(page, line):
         if rest and rest[0] in PRESETS and not any(part.startswith(("core:leaky", "env:repeat")) for part in rest):
             read(rest)
     elif verb == "eval" and rest:
-        parse(Eval, rest, "bestiary eval")
+        parse(Eval, rest, "bestiary eval", Eval(Path("RUN"), env=TMaze()))
     elif verb == "resume" and rest:
         parse(Resume, rest, "bestiary resume")
     elif verb == "plot" and rest:

@@ -148,6 +148,8 @@ def test_a_run_can_be_played_elsewhere_than_it_was_trained(tmp_path, capsys):
     assert "not as in training" not in capsys.readouterr().out
     assert main(["eval", str(run.path), "env:catch"]) == 2  # other pictures, other network
     assert "another network" in capsys.readouterr().err
+    assert main(["eval", str(tmp_path / "nowhere"), "--env.length", "100"]) == 2
+    assert "none of the words is a run directory" in capsys.readouterr().err
 
 
 def test_what_is_not_success_is_not_reported(run):

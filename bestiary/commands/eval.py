@@ -11,6 +11,7 @@ from rich.table import Table
 from bestiary.commands.parse import load_plugins, parse
 from bestiary.envs import EnvConfig
 from bestiary.envs.base import References
+from bestiary.errors import UserError
 from bestiary.evaluation import Mode, evaluate
 from bestiary.run import EXPERIMENT, Run
 
@@ -50,6 +51,9 @@ def main(args: list[str]) -> int:
 def read(args: list[str]) -> Eval:
     """Settings of the environment are those of the run, unless changed."""
     runs = [Path(word) for word in args if Path(word, EXPERIMENT).is_file()]
+    elsewhere = any(word.startswith(("--env.", "env:")) for word in args)
+    if elsewhere and not runs:
+        raise UserError("--env.* plays a run elsewhere than it was trained: none of the words is a run directory")
     default = Eval(runs[0], env=Run(runs[0]).experiment().env) if runs else None
     return parse(Eval, args, "bestiary eval", default)
 

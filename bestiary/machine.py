@@ -3,6 +3,7 @@
 import ctypes
 import os
 import sys
+from pathlib import Path
 
 import torch
 
@@ -52,3 +53,27 @@ def set_threads(asked: int | None, spec: Spec) -> int:
     threads = asked or (cores() if spec.is_image and min(spec.obs_shape[1:]) >= 36 else 1)
     torch.set_num_threads(threads)
     return threads
+
+
+def free_memory() -> int | None:
+    """Bytes this process can still get, in the whole machine or in its container; None: unknown here."""
+    try:
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    try:
+        return min(free, int(limit.read_text()) - int(used.read_text()))
+    except (OSError, ValueError):  # no limit, or another kind of container
+        return free
+
+
+def check_memory(needed: int, capacity: int) -> None:
+    """Refuse a replay that cannot fit, before anything is played."""
+    free = free_memory()
+    if free is not None and needed > free:
+        raise UserError(
+            f"algo.capacity={capacity} needs {needed / 2**30:.1f} GiB of memory, of which {free / 2**30:.1f} are free: "
+            f"lower it to {int(0.9 * capacity * free / needed)} or less"
+        )

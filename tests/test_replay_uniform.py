@@ -12,10 +12,13 @@ from bestiary import tree
 from bestiary.errors import UserError
 from bestiary.replay import Uniform
 from bestiary.replay.uniform import UniformReplay
-from bestiary.types import Batch, TimeStep, Trajectory, moves
+from bestiary.types import Batch, Spec, TimeStep, Trajectory, moves
 
 STREAMS, UNROLL = 3, 5
 GAMMA = 0.75
+
+
+SPEC = Spec("script", (3,), torch.float32, 4)
 
 
 class Script:
@@ -245,7 +248,7 @@ def test_an_episode_longer_than_the_ring_is_never_drawn():
         replay.add(script.trajectory(k))
         while (batch := replay.sample()) is not None:
             assert {column(batch.trajectory, b)[1] for b in range(16)} == {100}
-            replay.batches = int(replay.cfg.ratio * replay.moves)
+            replay.meter.batches = int(replay.cfg.ratio * replay.meter.moves)
         known = script.episodes((k + 1) * UNROLL, oldest=(k + 1) * UNROLL - 20)
         assert {tuple(e) for e in replay.episodes.tolist()} == known
 
@@ -285,7 +288,7 @@ def test_the_row_that_two_trajectories_share_is_stored_once():
     for k in range(10):
         fill(replay, Script(101), 1, first=k)
         assert replay.metrics()["replay_rows"] == STREAMS * (UNROLL * (k + 1) + 1)
-    rows = replay.rows[0].obs[: 10 * UNROLL + 1, :, 2]
+    rows = replay.ring.rows[0].obs[: 10 * UNROLL + 1, :, 2]
     assert torch.equal(rows, torch.arange(10 * UNROLL + 1)[:, None].expand(-1, STREAMS))
 
 
@@ -293,10 +296,10 @@ def test_the_ring_holds_as_many_moves_as_it_was_told_and_never_grows():
     replay = settings(window=3, capacity=100).build(0)
     script = Script(501)
     fill(replay, script, 1)
-    place = replay.rows[0].obs.data_ptr()
+    place = replay.ring.rows[0].obs.data_ptr()
     fill(replay, script, 99, first=1)
-    assert replay.rows[0].obs.data_ptr() == place
-    assert len(replay.rows[0].obs) == 34  # 100 // 3 moves each
+    assert replay.ring.rows[0].obs.data_ptr() == place
+    assert len(replay.ring.rows[0].obs) == 34  # 100 // 3 moves each
     assert replay.metrics()["replay_rows"] == 34 * STREAMS
 
 
@@ -327,7 +330,7 @@ def test_updates_keep_their_ratio_to_moves_over_a_long_run(ratio, window):
         given += drain(replay)
         if not replay._is_empty():
             assert 0 <= Fraction(str(ratio)) * played - given < 1 + 1e-9
-        assert replay.moves == played
+        assert replay.meter.moves == played
     assert played < trajectories * UNROLL * STREAMS
     assert replay.metrics()["updates_per_step"] == pytest.approx(ratio, abs=1 / played)
 
@@ -371,7 +374,7 @@ def test_nobody_waits_while_there_is_nothing_to_draw_from(window):
     script.is_first[38] = True
     for k in range(7):
         replay.add(script.trajectory(k))
-        assert replay.due > 100
+        assert replay.meter.due > 100
         assert replay.sample() is None
         assert not replay.full
     replay.add(script.trajectory(7))
@@ -447,14 +450,14 @@ def test_with_another_number_of_streams_the_counters_go_on_and_the_rows_do_not(c
     assert all(given)
     wider = Uniform(**(vars(cfg) | {"streams": 4})).build(0)
     wider.load_state_dict(through_a_file(replay.state_dict())[0])
-    assert (wider.moves, wider.batches) == (replay.moves, 7)
+    assert (wider.meter.moves, wider.meter.batches) == (replay.meter.moves, 7)
     assert wider.sample() is None
     assert not wider.full
     script = Script(501, streams=4, number=9)
     fill(wider, script, 30)
     t = draw(wider)
     assert t.step.obs[..., 0].eq(9).all()
-    assert wider.batches == 8
+    assert wider.meter.batches == 8
 
 
 # -- what cannot be ------------------------------------------------------------------------------------------------
@@ -513,6 +516,6 @@ def test_episodes_that_can_never_be_kept_are_refused():
     with pytest.raises(
         UserError, match=r"holds 10 moves for each of 3 env.* can have 11: raise it to 33, or set --alg"
     ):
-        small.build(0, horizon=11)
-    small.build(0, horizon=10)
-    settings(capacity=10 * STREAMS, batch_size=2, window=2).build(0, horizon=11)
+        small.build(0, SPEC._replace(horizon=11))
+    small.build(0, SPEC._replace(horizon=10))
+    settings(capacity=10 * STREAMS, batch_size=2, window=2).build(0, SPEC._replace(horizon=11))

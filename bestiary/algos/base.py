@@ -11,7 +11,7 @@ from bestiary.errors import UserError
 from bestiary.exploration import Explorer
 from bestiary.nets import Net
 from bestiary.replay.base import ReplayConfig
-from bestiary.types import Batch, Snapshot, Spec, State, TimeStep, Trajectory, Update
+from bestiary.types import Batch, Snapshot, Spec, State, TimeStep, Update
 
 if TYPE_CHECKING:
     from bestiary.tape import Tape
@@ -86,4 +86,3 @@ class AlgoConfig(Protocol):
     def explorer(self, num_envs: int) -> Explorer: ...
     def agent(self, spec: Spec, net: Net, core: CoreConfig) -> Agent: ...
     def learner(self, agent: Agent, total_steps: int) -> Learner: ...
-    def priorities(self, trajectory: Trajectory) -> Tensor | None: ...

@@ -176,6 +176,3 @@ class Impala:
     def learner(self, agent: Agent, total_steps: int) -> ImpalaLearner:
         assert isinstance(agent, ImpalaAgent)
         return ImpalaLearner(self, agent, total_steps)
-
-    def priorities(self, trajectory: Trajectory) -> Tensor | None:
-        return None

@@ -103,9 +103,6 @@ class OffPolicy:
     def pace(self, optimizer: torch.optim.Optimizer, total_steps: int) -> Pace:
         return Pace(optimizer, total_steps * self.ratio if self.lr_decay == "linear" else None)
 
-    def priorities(self, trajectory: Trajectory) -> Tensor | None:
-        return None
-
 
 def per_horizon(spec: Spec, flag: str) -> float:
     """One over the longest episode, for numbers that depend on it."""

@@ -4,11 +4,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from bestiary.types import Batch, Snapshot, Trajectory
+from bestiary.types import Batch, Snapshot, Spec, State, Trajectory
 
 
 class Replay(Protocol):
-    def add(self, trajectory: Trajectory, priorities: Tensor | None = None) -> None: ...
+    def add(self, trajectory: Trajectory) -> None: ...
     def sample(self) -> Batch | None:
         """A batch to learn from; None: too empty, or ahead of its ratio."""
         ...
@@ -29,6 +29,6 @@ class Replay(Protocol):
 
 
 class ReplayConfig(Protocol):
-    def build(self, seed: int, horizon: int | None) -> Replay:
-        """horizon: moves of the longest episode, where that is known."""
+    def build(self, seed: int, spec: Spec, state: State) -> Replay:
+        """state: memory of one environment. Refuses what does not fit into this machine."""
         ...

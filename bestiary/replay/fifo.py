@@ -7,7 +7,7 @@ from torch import Tensor
 
 from bestiary import tree
 from bestiary.errors import UserError
-from bestiary.types import Batch, Snapshot, TimeStep, Trajectory
+from bestiary.types import Batch, Snapshot, Spec, State, TimeStep, Trajectory
 
 
 def columns(t: Trajectory, start: int, count: int) -> Trajectory:
@@ -29,7 +29,7 @@ class FifoReplay:
         self.waiting: deque[Trajectory] = deque()
         self.size = 0
 
-    def add(self, trajectory: Trajectory, priorities: Tensor | None = None) -> None:
+    def add(self, trajectory: Trajectory) -> None:
         self.waiting.append(trajectory)
         self.size += trajectory.action.shape[1]
 
@@ -85,5 +85,5 @@ class Fifo:
                 f"lower --algo.batch-size to {self.capacity}, or raise --runtime.envs or --algo.queue"
             )
 
-    def build(self, seed: int = 0, horizon: int | None = None) -> FifoReplay:
+    def build(self, seed: int = 0, spec: Spec | None = None, state: State = ()) -> FifoReplay:
         return FifoReplay(self)

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from bestiary import tree
 from bestiary.actor import Actor
@@ -53,7 +54,7 @@ class LocalRuntime:
             agent = experiment.algo.agent(self.spec, experiment.net, experiment.core).to(self.device)
             total_steps = experiment.frames // self.spec.frames_per_step
             self.learner = experiment.algo.learner(agent, max(1, total_steps))
-            self.replay = experiment.algo.replay(runtime.envs).build(experiment.seed, self.spec.horizon)
+            self.replay = experiment.algo.replay(runtime.envs).build(experiment.seed, self.spec, agent.initial_state(1))
             self._build_actor()
         except BaseException:
             self.close()
@@ -88,7 +89,7 @@ class LocalRuntime:
 
     def _add(self, trajectory: Trajectory) -> None:
         rows, streams = trajectory.action.shape
-        self.replay.add(trajectory, self.experiment.algo.priorities(trajectory))
+        self.replay.add(trajectory)
         self.steps += (rows - 1) * streams
         self.frames = self.steps * self.spec.frames_per_step
 
@@ -99,7 +100,10 @@ class LocalRuntime:
         update = self.learner.update(tree.to_device(batch, self.device))
         means.add(update.metrics | {"policy_lag": lag})
         if update.priorities is not None and batch.keys is not None:
-            self.replay.update(batch.keys, update.priorities)
+            self._write_back(batch.keys, update.priorities)
+
+    def _write_back(self, keys: Tensor, priorities: Tensor) -> None:
+        self.replay.update(keys, priorities)
 
     def begin_with(self, weights: dict[str, torch.Tensor], learnt: Snapshot) -> None:
         """What another run has learnt, under this experiment's own schedules."""

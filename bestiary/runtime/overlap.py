@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from bestiary.experiment import Experiment
 from bestiary.runtime.local import LocalRuntime, Means
@@ -60,6 +61,10 @@ class OverlapRuntime(LocalRuntime):
             if self.failure:
                 raise self.failure
             return batch
+
+    def _write_back(self, keys: Tensor, priorities: Tensor) -> None:
+        with self.changed:
+            super()._write_back(keys, priorities)
 
     def state_dict(self, at_rest: bool = True) -> Snapshot:
         with self.changed:

@@ -1,0 +1,152 @@
+"""Where rows are kept: each once, in order, the oldest written over by the newest."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bestiary import tree
+from bestiary.errors import UserError
+from bestiary.types import Snapshot, Spec, State, TimeStep, Trajectory
+
+Rows = Any  # a tree of tensors [rows, streams, ...]
+ROW_BYTES = 8 + 8 + 8 + 4 + 1 + 1  # of a row besides what was seen: two actions, a version, a reward, two flags
+
+
+class Ring:
+    """A ring of rows per stream; all streams turn together.
+
+    Rows carry numbers that never repeat: row n lies in slot n % slots. A trajectory's last row is the first row of the
+    next, so it is written twice, with the same content; the version is that of the trajectory it opens. Memory is
+    kept, where asked for, as it was at the start of each trajectory.
+    """
+
+    def __init__(self, streams: int, capacity: int, keep_states: bool) -> None:
+        self.streams, self.capacity, self.keep_states = streams, capacity, keep_states
+        self.slots = 1 + max(1, capacity // streams)  # moves, and the row the last one leads to
+        self.rows: Rows = None
+        self.states: State = ()  # [trajectories, streams, ...]
+        self.unroll = 0
+        self.newest = -1  # the last row stored
+
+    @property
+    def oldest(self) -> int:
+        return max(0, self.newest - self.slots + 1)
+
+    def check_room(self, **needed: int) -> None:
+        """Refuse settings (flag=moves) that need more rows in a row than there are."""
+        for name, moves in needed.items():
+            if moves >= self.slots:
+                raise UserError(
+                    f"algo.capacity={self.capacity} holds {self.slots - 1} moves for each of {self.streams} "
+                    f"environments, fewer than the {moves} that --algo.{name} needs: raise it, or lower that"
+                )
+
+    def add(self, trajectory: Trajectory) -> int:
+        """Returns the number of its first row."""
+        unroll = len(trajectory.action) - 1
+        version = trajectory.version.expand(unroll + 1, -1)
+        rows = (trajectory.step, trajectory.action, trajectory.aux, version)
+        if self.rows is None:
+            self.check_room(unroll=unroll)
+            self.unroll = unroll
+            self.rows = tree.map(lambda x: room(self.slots, x[0]), rows)
+            if self.keep_states:
+                self.states = tree.map(lambda x: room(self.slots // unroll + 1, x), trajectory.state)
+        assert unroll == self.unroll, "trajectories of one length only"
+        start = max(self.newest, 0)  # the first row of this trajectory is the last of the one before
+        where = torch.arange(start, start + unroll + 1) % self.slots
+        tree.map(lambda store, new: store.index_copy_(0, where, new.to(store.device)), self.rows, rows)
+        for store, new in zip(self.states, trajectory.state if self.keep_states else (), strict=True):
+            store[start // unroll % len(store)].copy_(new)
+        self.newest = start + unroll
+        return start
+
+    def gather(self, row: NDArray[np.int64], stream: NDArray[np.int64], seen: bool = True) -> Trajectory:
+        """Rows [T, B] of streams [B], without memory; without what was seen if that is not needed."""
+        at = torch.from_numpy(row % self.slots * self.streams + stream)
+        flat = at.flatten()
+        step, *rest = self.rows
+        kept = (step if seen else step._replace(obs=step.is_first), *rest)
+        step, action, aux, version = tree.map(
+            lambda store: store.flatten(0, 1).index_select(0, flat).unflatten(0, at.shape), kept
+        )
+        return Trajectory(step, action, aux, (), version[0])
+
+    def state_at(self, row: NDArray[np.int64], stream: NDArray[np.int64]) -> State:
+        """Memory just before rows [B] with which trajectories began."""
+        if not self.states:
+            return ()
+        at, column = torch.from_numpy(row // self.unroll % len(self.states[0])), torch.from_numpy(stream)
+        return tree.map(lambda store: store[at, column], self.states)
+
+    def metrics(self) -> dict[str, float]:
+        return {"replay_rows": min(self.newest + 1, self.slots) * self.streams}
+
+    def state_dict(self) -> Snapshot:
+        state: Snapshot = {"newest": self.newest, "unroll": self.unroll}
+        if self.rows is not None:
+            # a part of a tensor would be saved with all the room around it
+            held = self.newest + 1
+            step, *rest = tree.map(lambda x: x[:held].clone() if held < self.slots else x, self.rows)
+            state |= {"rows": [tuple(step), *rest], "states": self.states}
+        return state
+
+    def load_state_dict(self, state: Snapshot) -> None:
+        self.newest, self.unroll = state["newest"], state["unroll"]
+        if "rows" in state:
+            step, *rest = state["rows"]
+            held = (TimeStep(*step), *rest)
+            self.rows = tree.map(lambda x: room(self.slots, x[0]), held)
+            tree.map(lambda store, x: store[: len(x)].copy_(x), self.rows, held)
+            self.states = tuple(state["states"])
+
+
+def room(count: int, like: Tensor) -> Tensor:
+    return torch.zeros(count, *like.shape, dtype=like.dtype)
+
+
+def bytes_of(state: State) -> int:
+    """Of memory [1, ...]."""
+    return sum(leaf.numel() * leaf.element_size() for leaf in state)
+
+
+def bytes_needed(capacity: int, spec: Spec, aux: int, state: State, every: int) -> int:
+    """Of a full ring: `aux` bytes kept with each row, and memory (none: ()) `every` so many rows."""
+    seen = int(np.prod(spec.obs_shape)) * spec.obs_dtype.itemsize
+    return capacity * (seen + aux + ROW_BYTES) + capacity // every * bytes_of(state)
+
+
+class Meter:
+    """How many updates are due: a fixed number per move, once there are enough moves."""
+
+    def __init__(self, ratio: float, warmup: int) -> None:
+        self.ratio, self.warmup = ratio, warmup
+        self.moves = 0  # ever added
+        self.batches = 0  # ever given out
+        self.latest = 0  # moves of the last trajectory
+
+    def add(self, moves: int) -> None:
+        self.latest = moves
+        self.moves += moves
+
+    @property
+    def due(self) -> float:
+        """Updates the moves so far allow that have not been made."""
+        return self.ratio * self.moves - self.batches if self.moves >= self.warmup else 0.0
+
+    @property
+    def behind(self) -> bool:
+        """More is due than the last trajectory brought, so producers should wait; never for less than one update."""
+        return self.due >= 1 and self.due > self.ratio * self.latest
+
+    def metrics(self) -> dict[str, float]:
+        return {"updates_per_step": self.batches / max(1, self.moves)}
+
+    def state_dict(self) -> Snapshot:
+        return {"moves": self.moves, "batches": self.batches, "latest": self.latest}
+
+    def load_state_dict(self, state: Snapshot) -> None:
+        self.moves, self.batches, self.latest = state["moves"], state["batches"], state["latest"]

@@ -34,6 +34,7 @@ class Shallow:
 
     hidden_size: int = 512
     num_layers: int = 1
+    """0: straight from the convolutions into memory"""
 
     def convolutions(self, channels: int) -> nn.Sequential:
         return nn.Sequential(
@@ -119,8 +120,9 @@ class Net:
             if units is not None and units < 1:
                 raise UserError(f"net.{name.replace('_', '-')}={units} must be at least 1, or None for no layer")
         size, depth = getattr(self.encoder, "hidden_size", 1), getattr(self.encoder, "num_layers", 1)
-        if size < 1 or depth < 1:
-            raise UserError(f"net.encoder needs hidden-size and num-layers of at least 1, not {size} and {depth}")
+        least = 0 if isinstance(self.encoder, Shallow | Resnet) else 1  # without convolutions there would be nothing
+        if size < 1 or depth < least:
+            raise UserError(f"net.encoder needs hidden-size >= 1 and num-layers >= {least}, not {size} and {depth}")
 
 
 MIN_PIXELS = {Shallow: 36, Resnet: 1, SmallCnn: 3, Mlp: 1}
@@ -155,19 +157,18 @@ class Encoder(nn.Module):
             flat = self.convolutions(torch.zeros(1, *shape)).numel()
         widths = [flat, *[chosen.hidden_size] * chosen.num_layers]
         self.layers = nn.ModuleList(nn.Linear(i, o) for i, o in pairwise(widths))
-        self.width = chosen.hidden_size
+        self.width = widths[-1]
         self.shape = shape
         self.ends_linear = getattr(chosen, "ends_linear", False)
 
     def forward(self, obs: Tensor) -> Tensor:
-        x = obs.to(self.layers[0].weight.dtype, memory_format=self.layout)  # type: ignore
+        x = obs.to(next(self.parameters()).dtype, memory_format=self.layout)
         if self.scale != 1.0:
             x = x.mul_(self.scale)
         x = self.convolutions(x).flatten(1)
-        *layers, last = self.layers
-        for layer in layers:
-            x = F.relu(layer(x))
-        return last(x) if self.ends_linear else F.relu(last(x))
+        for number, layer in enumerate(self.layers):
+            x = layer(x) if self.ends_linear and number == len(self.layers) - 1 else F.relu(layer(x))
+        return x
 
     def to_tape(self, tape: "Tape") -> int | None:
         """As instructions for compiled acting; None for networks that are not small."""
@@ -229,6 +230,38 @@ def head(width: int, hidden: Sequence[int], outputs: int, last: float, init: str
     return nn.Sequential(*[m for layer in layers for m in (layer, nn.ReLU())][:-1])
 
 
+class Dueling(nn.Module):
+    """What being here is worth, and what each action adds to that: V + A - mean of A (Wang et al. 2016).
+
+    The mean is over actions that do something in this game.
+    """
+
+    mix: Tensor
+
+    def __init__(self, width: int, hidden: Sequence[int], legal: Tensor, init: str) -> None:
+        super().__init__()
+        self.value = head(width, hidden, 1, last=3e-3, init=init)
+        self.advantage = head(width, hidden, len(legal), last=3e-3, init=init)
+        share = legal.float() / legal.sum()
+        mix = torch.cat([torch.ones(len(legal), 1), torch.eye(len(legal)) - share], 1)  # of [V, A]
+        self.register_buffer("mix", mix, persistent=False)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return F.linear(torch.cat([self.value(h), self.advantage(h)], -1), self.mix)
+
+    def to_tape(self, tape: "Tape", x: int) -> int:
+        parts = ((tape.layers(self.value, x), 1), (tape.layers(self.advantage, x), len(self.mix)))
+        both = tape.room(1 + len(self.mix))
+        tape.copy(parts[0][0], 1, both)
+        tape.copy(*parts[1], both + 1)
+        return tape.matrix(lambda: self.mix, both)
+
+
+def at_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """[T, B, ...] at [K, B] -> [K, B, ...]."""
+    return x[rows, torch.arange(rows.shape[1], device=x.device)]
+
+
 class FrameStack(nn.Module):
     """The last few frames are memory: [T, B, C, H, W] -> [T, B, size*C, H, W], oldest first.
 
@@ -246,16 +279,19 @@ class FrameStack(nn.Module):
         shape = (batch_size, self.size - 1, *self.spec.obs_shape)
         return (torch.zeros(shape, dtype=self.spec.obs_dtype, device=device),)
 
-    def forward(self, obs: Tensor, is_first: Tensor, state: State) -> tuple[Tensor, State]:
+    def forward(self, obs: Tensor, is_first: Tensor, state: State, rows: Tensor | None = None) -> tuple[Tensor, State]:
+        """rows: [K, B], the only ones to be stacked; None: all. Memory is that after the last of them."""
         if self.size == 1:
-            return obs, ()
+            return (obs if rows is None else at_rows(obs, rows)), ()
         past = self.size - 1
         T, B = is_first.shape
         frames = torch.cat([state[0].transpose(0, 1), obs])  # [past + T, B, C, H, W]
-        now = torch.arange(past, past + T, device=obs.device)
-        opened = torch.where(is_first, now[:, None], 0).cummax(0).values  # [T, B] where the episode began
+        now = torch.arange(past, past + T, device=obs.device)[:, None].expand(T, B)
+        opened = torch.where(is_first, now, 0).cummax(0).values  # [T, B] where the episode began
+        if rows is not None:
+            now, opened = rows + past, opened.gather(0, rows)
         back = torch.arange(-past, 1, device=obs.device)
-        source = torch.maximum(now[:, None, None] + back, opened[..., None])  # [T, B, size]
+        source = torch.maximum(now[..., None] + back, opened[..., None])  # [T, B, size]
         column = torch.arange(B, device=obs.device)[None, :, None]
         stacked = frames[source, column]  # [T, B, size, C, H, W]
         return stacked.flatten(2, 3), (stacked[-1, :, 1:].contiguous(),)
@@ -282,8 +318,8 @@ class Torso(nn.Module):
         self.width = self.core.width
 
     def initial_state(self, batch_size: int) -> State:
-        device = self.encoder.layers[0].weight.device
-        return self.stack.initial_state(batch_size, device) + self.core.initial_state(batch_size)  # type: ignore
+        device = next(self.encoder.parameters()).device
+        return self.stack.initial_state(batch_size, device) + self.core.initial_state(batch_size)
 
     def to_tape(self, tape: "Tape") -> int | None:
         """As instructions for compiled acting, in the order of `forward`; None: too large, or memory has none."""
@@ -309,12 +345,37 @@ class Torso(nn.Module):
             at += n
         return self.core.to_tape(tape, x)
 
+    @property
+    def memoryless(self) -> bool:
+        """Nothing but frames is carried from row to row."""
+        return not self.core.initial_state(1)
+
+    def remember(self, step: TimeStep, state: State) -> State:
+        """Memory after these rows; what nothing depends on is not computed."""
+        if not self.memoryless:
+            return self(step, state)[1]
+        last = torch.full_like(step.prev_action[:1], len(step.is_first) - 1)
+        return self.stack(step.obs, step.is_first, state, last)[1]
+
+    def at(self, step: TimeStep, state: State, rows: Tensor) -> Tensor:
+        """Features of rows [K, B] alone; without memory the others are not even looked at."""
+        if not self.memoryless:
+            return at_rows(self(step, state)[0], rows)
+        obs, _ = self.stack(step.obs, step.is_first, state, rows)
+        chosen = TimeStep(obs, *(at_rows(x, rows) for x in step[1:]))
+        return self._through(chosen, ())[0]
+
     def forward(self, step: TimeStep, state: State) -> tuple[Tensor, State]:
-        T, B = step.is_first.shape
         split = 0 if self.net.frame_stack == 1 else 1
         self.core.check(state[split:])
         obs, frames = self.stack(step.obs, step.is_first, state[:split])
-        x = self.encoder(obs.flatten(0, 1)).view(T, B, -1)
+        x, memory = self._through(step._replace(obs=obs), state[split:])
+        return x, frames + memory
+
+    def _through(self, step: TimeStep, state: State) -> tuple[Tensor, State]:
+        """Encoder and memory; observations are stacked."""
+        T, B = step.is_first.shape
+        x = self.encoder(step.obs.flatten(0, 1)).view(T, B, -1)
         inputs = [x]
         if self.net.prev_reward:
             inputs.append(self.reward(step.reward.clamp(-1, 1)[..., None].to(x.dtype)))
@@ -322,5 +383,4 @@ class Torso(nn.Module):
             # nothing led to the first row of an episode, so no action is shown there
             shown = F.one_hot(step.prev_action, self.num_actions) * ~step.is_first[..., None]
             inputs.append(self.action(shown.to(x.dtype)))
-        x, memory = self.core(torch.cat(inputs, -1), step.is_first, state[split:])
-        return x, frames + memory
+        return self.core(torch.cat(inputs, -1), step.is_first, state)

@@ -78,6 +78,13 @@ class Tape:
             x = self.linear(layer, x, relu=True)
         return self.linear(last, x)
 
+    def matrix(self, source: Callable[[], Tensor], x: int) -> int:
+        """A product with numbers that are not a layer's: [outputs, inputs]."""
+        outputs, inputs = source().shape
+        y, w = self.room(outputs), self.weights(lambda: source().t())
+        self.instruct(LINEAR, y, x, inputs, outputs, w, -1, False)
+        return y
+
     def convolution(self, layer: nn.Conv2d, x: int, height: int, width: int, channels_last: bool) -> int:
         """With ReLU and a stride of 1; what comes out has its channels last."""
         k, channels = layer.kernel_size[0], layer.in_channels

@@ -18,6 +18,7 @@ class Spec(NamedTuple):
     num_actions: int
     frames_per_step: int = 1
     horizon: int | None = None  # moves of the longest episode, where that is known
+    legal: tuple[bool, ...] | None = None  # actions that do something here; None: all
 
     @property
     def is_image(self) -> bool:
@@ -65,6 +66,8 @@ def moves(step: TimeStep, gamma: float) -> Moves:
 class Batch(NamedTuple):
     trajectory: Trajectory
     keys: Tensor | None = None  # whose priorities an update may change
+    weight: Tensor | None = None  # [B] how much each counts; None: all the same
+    reached: State = ()  # memory the actor had after the burn-in, where that is known
 
 
 class Update(NamedTuple):

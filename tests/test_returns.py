@@ -534,16 +534,26 @@ def test_n_steps_match_golden(case):
     gamma, eps, n = (R2D2[f"{case}/{k}"].item() for k in ("gamma", "rescale_eps", "n"))
     wanted, rescaled = (torch.from_numpy(R2D2[f"{case}/{k}"]) for k in ("target", "target_rescaled"))
     for b, move, m, value in as_rows(*streams, gamma):
-        assert_close(n_step(m.reward, m.discount, m.valid, value, n)[move, 0], wanted[b], 1e-10)
-        squeezed = squeeze(n_step(m.reward, m.discount, m.valid, unsqueeze(value, eps), n), eps)
+        reach = n_step(*m, n)
+        ahead = value.gather(0, (reach.row - 1).clamp(min=0))  # value belongs to the row each move leads to
+        assert_close(reach.target(ahead)[move, 0], wanted[b], 1e-10)
+        squeezed = squeeze(reach.target(unsqueeze(ahead, eps)), eps)
         assert_close(squeezed[move, 0], rescaled[b], 1e-8)
 
 
 def test_one_step_is_a_reward_and_a_value():
     chunk = Chunk.random(30, 6)
     m = moves(chunk.step, 0.9)
-    out = n_step(m.reward, m.discount, m.valid, chunk.value[1:], 1)
-    assert_close(out, m.reward + m.discount * chunk.value[1:])
+    reach = n_step(*m, 1)
+    out = reach.target(chunk.value.gather(0, reach.row))
+    assert_close(out[m.valid], (m.reward + m.discount * chunk.value[1:])[m.valid])
+
+
+def test_the_first_moves_of_a_chunk_see_as_far_as_the_chunk_goes():
+    m = moves(Chunk.random(30, 6).step, 0.9)
+    whole, part = n_step(*m, 4), n_step(*m, 4, length=9)
+    for a, b in zip(whole, part, strict=True):
+        assert torch.equal(a[:9], b)
 
 
 @pytest.mark.parametrize("tag", ["eps1e-3", "eps1e-2"])

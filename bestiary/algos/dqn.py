@@ -3,18 +3,22 @@
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from bestiary.algos.base import Agent
-from bestiary.algos.off_policy import per_horizon
-from bestiary.algos.q_learning import QAgent, QLearner, QLearning
+from bestiary.algos.off_policy import FromUniform, per_horizon, share
+from bestiary.algos.q_learning import QAgent, QLearner, QLearning, report
 from bestiary.cores.base import CoreConfig
+from bestiary.errors import UserError
 from bestiary.exploration import Explorer, Fixed, Novelty
 from bestiary.nets import Net
-from bestiary.types import Spec
+from bestiary.types import Batch, Metrics, Spec, Trajectory
 
 
 class DqnLearner(QLearner):
     """Explores less and less: linearly, over the first part of the budget."""
+
+    cfg: "Dqn"
 
     def __init__(self, cfg: "Dqn", agent: QAgent, total_steps: int) -> None:
         super().__init__(cfg, agent, total_steps)
@@ -25,11 +29,22 @@ class DqnLearner(QLearner):
     def epsilon(self) -> float:
         return self.first + (self.last - self.first) * min(1.0, self.updates / self.until)
 
+    def weigh(self, batch: Batch) -> tuple[Tensor, Metrics, None]:
+        return *self.loss(batch.trajectory), None
+
+    def loss(self, t: Trajectory) -> tuple[Tensor, Metrics]:
+        j = self.judge(t, trace_decay=self.cfg.trace_decay)
+        distance = (j.value.detach() - j.target).abs()
+        loss = (share(j.valid * distance**self.cfg.focus) * self.error(j)).sum()
+        return loss, report(j, loss, share(j.valid.to(loss.dtype)))
+
 
 @dataclass(frozen=True)
-class Dqn(QLearning):
+class Dqn(QLearning, FromUniform):
     """Q-learning from uniform replay, double and with a slow target; on windows or whole episodes."""
 
+    trace_decay: float = 0.0
+    """lambda of Watkins's traces; 0: targets of n steps"""
     epsilon_first: float = 1.0
     epsilon_last: float | None = None
     """None: one over the longest episode"""
@@ -40,13 +55,18 @@ class Dqn(QLearning):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_shares("epsilon_first", "epsilon_last", "epsilon_fraction", "novelty")
+        self.check_shares("trace_decay", "epsilon_first", "epsilon_last", "epsilon_fraction", "novelty")
+        if self.trace_decay and self.n_step > 1:
+            raise UserError(
+                f"algo.trace-decay={self.trace_decay} and algo.n-step={self.n_step} exclude each other: "
+                "set the one to 0 or the other to 1"
+            )
 
     def explorer(self, num_envs: int) -> Explorer:
         return Fixed(torch.zeros(num_envs)) if self.novelty is None else Novelty(self.novelty)
 
     def agent(self, spec: Spec, net: Net, core: CoreConfig) -> QAgent:
-        agent = QAgent(spec, net, core, self.head)
+        agent = QAgent(spec, net, core, self.head, self.dueling)
         agent.epsilon.fill_(self.epsilon_first)
         return agent
 

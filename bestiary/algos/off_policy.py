@@ -17,16 +17,14 @@ from bestiary.types import Spec, State, TimeStep, Trajectory
 
 @dataclass(frozen=True)
 class OffPolicy:
+    """Numbers that every algorithm with a replay has."""
+
     unroll: int = 20
     """moves each environment plays between two rounds of updates"""
     batch_size: int = 64
     """episodes, or windows, per update"""
-    window: int | None = None
-    """moves per sample; None: whole episodes"""
     burn_in: int = 0
     """rows at the start of a window that only bring memory up to date"""
-    stored_state: bool = False
-    """windows begin with the memory the actor had there; else with an empty one"""
     capacity: Count = 1_000_000
     """moves kept"""
     warmup: Count = 1_000
@@ -39,8 +37,6 @@ class OffPolicy:
     """share of the way the target follows after every update; None: by `period`"""
     period: int | None = None
     """updates between two copies to the target"""
-    focus: float = 0.0
-    """moves weigh by their error to this power: a rare surprise counts among many moves that are understood"""
     head: Counts = (256, 256)
     """units of the layers after memory"""
     grad_norm: float | None = None
@@ -60,10 +56,6 @@ class OffPolicy:
             raise UserError(
                 "set one of algo.tau (follow slowly) and algo.period (copy now and then), and the other to None"
             )
-        if self.focus < 0:
-            raise UserError(f"algo.focus={self.focus} must be at least 0")
-        if self.burn_in < 0 or (self.burn_in and self.burn_in >= (self.window or 0)):
-            raise UserError(f"algo.burn-in={self.burn_in} must be at least 0 and below algo.window={self.window}")
         if any(units < 1 for units in self.head):
             raise UserError(f"algo.head={self.head} must be layers of at least one unit")
 
@@ -78,6 +70,31 @@ class OffPolicy:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise UserError(f"algo.{name.replace('_', '-')}={value} must be positive, or None")
+
+    def discount_for(self, spec: Spec) -> float:
+        return 1 - per_horizon(spec, "discount") if self.discount is None else self.discount
+
+    def pace(self, optimizer: torch.optim.Optimizer, total_steps: int) -> Pace:
+        return Pace(optimizer, total_steps * self.ratio if self.lr_decay == "linear" else None)
+
+
+@dataclass(frozen=True)
+class FromUniform(OffPolicy):
+    """Learns from whole episodes or windows, all equally likely."""
+
+    window: int | None = None
+    """moves per sample; None: whole episodes"""
+    stored_state: bool = False
+    """windows begin with the memory the actor had there; else with an empty one"""
+    focus: float = 0.0
+    """moves weigh by their error to this power: a rare surprise counts among many moves that are understood"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.focus < 0:
+            raise UserError(f"algo.focus={self.focus} must be at least 0")
+        if self.burn_in < 0 or (self.burn_in and self.burn_in >= (self.window or 0)):
+            raise UserError(f"algo.burn-in={self.burn_in} must be at least 0 and below algo.window={self.window}")
 
     def check_fits(self, spec: Spec) -> None:
         """Refuse what can never be sampled, where it is known how long an episode is."""
@@ -94,14 +111,15 @@ class OffPolicy:
 
     def replay(self, num_envs: int) -> Uniform:
         return Uniform(
-            num_envs, self.batch_size, self.capacity, self.window, self.ratio, self.warmup, self.stored_state
+            num_envs,
+            self.batch_size,
+            self.capacity,
+            self.window,
+            self.ratio,
+            self.warmup,
+            self.stored_state,
+            self.unroll,
         )
-
-    def discount_for(self, spec: Spec) -> float:
-        return 1 - per_horizon(spec, "discount") if self.discount is None else self.discount
-
-    def pace(self, optimizer: torch.optim.Optimizer, total_steps: int) -> Pace:
-        return Pace(optimizer, total_steps * self.ratio if self.lr_decay == "linear" else None)
 
 
 def per_horizon(spec: Spec, flag: str) -> float:
@@ -154,4 +172,4 @@ def split(t: Trajectory, rows: int) -> tuple[TimeStep, Trajectory]:
 def up_to_date(torso: Torso, past: TimeStep, state: State) -> State:
     """Memory after the rows before those that are learnt from."""
     state = state or torso.initial_state(past.is_first.shape[1])
-    return torso(past, state)[1] if len(past.is_first) else state
+    return torso.remember(past, state) if len(past.is_first) else state

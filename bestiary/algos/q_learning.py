@@ -1,78 +1,134 @@
-"""Learning the worth of actions from stored experience: what DQN and its descendants share."""
+"""Learning the worth of actions from stored experience: what DQN, Ape-X and R2D2 share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from bestiary.algos.base import Agent, apply_gradient
-from bestiary.algos.off_policy import OffPolicy, Target, parameter_groups, share, split, up_to_date
+from bestiary.algos.off_policy import OffPolicy, Target, parameter_groups, split, up_to_date
 from bestiary.cores.base import CoreConfig
-from bestiary.nets import Net, Torso, head
-from bestiary.ops.policy import epsilon_greedy
-from bestiary.ops.returns import watkins
-from bestiary.types import Batch, Metrics, Snapshot, Spec, State, TimeStep, Trajectory, Update, moves
+from bestiary.errors import UserError
+from bestiary.nets import Dueling, Net, Torso, at_rows, head
+from bestiary.ops.policy import RewardClip, clip_reward, epsilon_greedy
+from bestiary.ops.rescaling import squeeze, unsqueeze
+from bestiary.ops.returns import n_step, watkins
+from bestiary.types import Batch, Metrics, Moves, Snapshot, Spec, State, TimeStep, Trajectory, Update, moves
 
 if TYPE_CHECKING:
     from bestiary.tape import Tape
 
 
 class QAgent(Agent):
-    """Torso, then a value per action. How much to explore is a buffer, so it travels with the weights."""
+    """Torso, then a value per action. How much to explore is a buffer, so it travels with the weights.
+
+    Actions that do nothing in a game are worth less than any other, and never tried out.
+    """
 
     picks = "epsilon_greedy"
     epsilon: Tensor
+    legal: Tensor | None
+    forbidden: Tensor
 
-    def __init__(self, spec: Spec, net: Net, core: CoreConfig, hidden: Sequence[int]) -> None:
+    def __init__(
+        self, spec: Spec, net: Net, core: CoreConfig, hidden: Sequence[int], dueling: bool = False, keeps: bool = False
+    ) -> None:
         super().__init__()
         self.spec = spec
+        self.keeps = "q" if keeps else None
         self.torso = Torso(spec, net, core)
-        self.head = head(self.torso.width, hidden, spec.num_actions, last=3e-3, init=net.init)
+        legal = torch.ones(spec.num_actions, dtype=torch.bool) if spec.legal is None else torch.tensor(spec.legal)
+        if dueling:
+            self.head = Dueling(self.torso.width, hidden, legal, net.init)
+        else:
+            self.head = head(self.torso.width, hidden, spec.num_actions, last=3e-3, init=net.init)
         self.register_buffer("epsilon", torch.tensor(1.0))
+        self.register_buffer("legal", None if spec.legal is None else legal.nonzero()[:, 0], persistent=False)
+        self.register_buffer("forbidden", ~legal, persistent=False)
 
     def initial_state(self, batch_size: int) -> State:
         return self.torso.initial_state(batch_size)
 
     def forward(self, step: TimeStep, state: State) -> tuple[Tensor, State]:
         h, state = self.torso(step, state)
-        return self.head(h), state  # [T, B, A]
+        return self.values(h), state  # [T, B, A]
+
+    def at(self, step: TimeStep, state: State, rows: Tensor) -> Tensor:
+        """Of some rows alone, [K, B] -> [K, B, A]."""
+        return self.values(self.torso.at(step, state, rows))
+
+    def values(self, h: Tensor) -> Tensor:
+        q = self.head(h)
+        return q if self.legal is None else q.masked_fill(self.forbidden, -torch.inf)
 
     def to_tape(self, tape: "Tape") -> int | None:
-        h = self.torso.to_tape(tape)
-        return None if h is None else tape.layers(self.head, h)
+        h = self.torso.to_tape(tape) if self.legal is None else None
+        if h is None:
+            return None
+        return self.head.to_tape(tape, h) if isinstance(self.head, Dueling) else tape.layers(self.head, h)
 
     def act(
         self, step: TimeStep, state: State, explore: Tensor | None, rng: torch.Generator
     ) -> tuple[Tensor, dict[str, Tensor], State]:
         """explore: the least probability of an action at random, whatever the schedule says."""
         q, state = self(TimeStep(*(x[None] for x in step)), state)
+        aux = {self.keeps: q[0]} if self.keeps else {}
         if explore is None:
-            return q[0].argmax(-1), {}, state
-        return epsilon_greedy(q[0], torch.maximum(self.epsilon, explore), rng), {}, state
+            return q[0].argmax(-1), aux, state
+        return epsilon_greedy(q[0], torch.maximum(self.epsilon, explore), rng, self.legal), aux, state
 
 
 @dataclass(frozen=True)
 class QLearning(OffPolicy):
     double: bool = True
     """the online network chooses the next action that the target values"""
-    trace_decay: float = 0.0
-    """lambda of Watkins's traces; 0: one-step targets"""
+    dueling: bool = False
+    """values as one of the row and one of each action there"""
+    n_step: int = 1
+    """rewards in a target before the value of the row they lead to"""
+    rescale: float | None = None
+    """epsilon of the function that squeezes values, so that scores of any size can be learnt; None: as they are"""
+    reward_clip: RewardClip = "none"
     huber: bool = False
     """errors beyond 1 count linearly; else their squares"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_shares("trace_decay")
+        if self.n_step < 1:
+            raise UserError(f"algo.n-step={self.n_step} must be at least 1")
+        self.check_positive("rescale")
+
+    def moves(self, step: TimeStep, discount: float) -> Moves:
+        m = moves(step, discount)
+        return m._replace(reward=clip_reward(m.reward, self.reward_clip))
+
+    def worth(self, q: Tensor) -> Tensor:
+        """What the network means."""
+        return q if self.rescale is None else unsqueeze(q, self.rescale)
+
+    def said(self, value: Tensor) -> Tensor:
+        """How the network should say it."""
+        return value if self.rescale is None else squeeze(value, self.rescale)
+
+
+class Judged(NamedTuple):
+    """What was said of moves, and what should have been."""
+
+    value: Tensor  # [L, B]
+    target: Tensor
+    valid: Tensor
+    first: Tensor  # [B, A] values of the first row
 
 
 class QLearner:
-    """Double Q-learning with traces: one forward of the online network and one of the target per update.
+    """Double Q-learning with n-step targets: one forward of the online network and one of the target per update.
 
     The online values are computed once, with gradient, for all rows: they choose the best next actions and are
-    themselves what is corrected.
+    themselves what is corrected. Where rows do not depend on each other, and few of them are trained, only those are
+    looked at, and those they lead to.
     """
 
     def __init__(self, cfg: QLearning, agent: QAgent, total_steps: int) -> None:
@@ -88,36 +144,56 @@ class QLearner:
         """The probability of an action at random from now on."""
         raise NotImplementedError
 
-    def loss(self, t: Trajectory) -> tuple[Tensor, Metrics]:
+    def weigh(self, batch: Batch) -> tuple[Tensor, Metrics, Tensor | None]:
+        """The loss, what a log should tell, and priorities, where there are such."""
+        raise NotImplementedError
+
+    def judge(self, t: Trajectory, length: int | None = None, trace_decay: float = 0.0) -> Judged:
+        """The first `length` moves after the burn-in; None: all."""
         cfg, target = self.cfg, self.target.module
+        assert isinstance(target, QAgent)
         past, t = split(t, cfg.burn_in)
-        m = moves(t.step, self.discount)
-        q, _ = self.agent(t.step, up_to_date(self.agent.torso, past, t.state))
-        with torch.no_grad():
-            target_q, _ = target(t.step, up_to_date(target.torso, past, t.state))  # type: ignore
-            best = q[1:].argmax(-1)
-            chosen = best if cfg.double else target_q[1:].argmax(-1)
-            next_value = target_q[1:].gather(-1, chosen[..., None]).squeeze(-1)
-            y = watkins(m.reward, m.discount, m.valid, next_value, t.action[1:] == best, cfg.trace_decay)
-        value = q[:-1].gather(-1, t.action[:-1, :, None]).squeeze(-1)
-        error = F.huber_loss(value, y, reduction="none") if cfg.huber else (value - y).square()
-        distance = (value.detach() - y).abs()
-        loss = (share(m.valid * distance**cfg.focus) * error).sum()
-        even = share(m.valid.to(value.dtype))
-        return loss, {
-            "loss": loss.detach(),
-            "q": (even * value.detach()).sum(),
-            "td_error": (even * distance).sum(),
-        }
+        state = up_to_date(self.agent.torso, past, t.state)
+        target_state = up_to_date(target.torso, past, t.state)
+        m = cfg.moves(t.step, self.discount)
+        length = len(m.reward) if length is None else length
+        reach = n_step(*m, cfg.n_step, length)
+        if self.agent.torso.memoryless and not trace_decay and 2 * length < len(t.action):
+            trained = torch.arange(length, device=reach.row.device)[:, None].expand_as(reach.row)
+            q = self.agent.at(t.step, state, trained)
+            with torch.no_grad():
+                ahead, beyond = (a.at(t.step, s, reach.row) for a, s in ((self.agent, state), (target, target_state)))
+        else:
+            q, _ = self.agent(t.step, state)
+            with torch.no_grad():
+                beyond, _ = target(t.step, target_state)
+            ahead = q.detach()
+            if trace_decay:
+                ahead, beyond = ahead[1:], beyond[1:]
+            else:
+                ahead, beyond = at_rows(ahead, reach.row), at_rows(beyond, reach.row)
+        best = (ahead if cfg.double else beyond).argmax(-1)
+        next_value = cfg.worth(beyond.gather(-1, best[..., None]).squeeze(-1))
+        if trace_decay:
+            y = watkins(*m, next_value, t.action[1:] == ahead.argmax(-1), trace_decay)
+        else:
+            y = reach.target(next_value)
+        value = q[:length].gather(-1, t.action[:length, :, None]).squeeze(-1)
+        return Judged(value, cfg.said(y), m.valid[:length], q[0].detach())
+
+    def error(self, j: Judged) -> Tensor:
+        if self.cfg.huber:
+            return F.huber_loss(j.value, j.target, reduction="none")
+        return (j.value - j.target).square()
 
     def update(self, batch: Batch) -> Update:
         self.pace.at(self.updates)
-        loss, metrics = self.loss(batch.trajectory)
+        loss, metrics, priorities = self.weigh(batch)
         norm = apply_gradient(loss, self.agent, self.optimizer, self.cfg.grad_norm, self.updates + 1)
         self.updates += 1
         self.target.follow(self.updates)
         self.agent.epsilon.fill_(self.epsilon())
-        return Update(metrics | {"grad_norm": norm, "epsilon": self.agent.epsilon.clone()})
+        return Update(metrics | {"grad_norm": norm, "epsilon": self.agent.epsilon.clone()}, priorities)
 
     def state_dict(self) -> Snapshot:
         return {
@@ -130,3 +206,12 @@ class QLearner:
         self.target.module.load_state_dict(state["target"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.updates = state["updates"]
+
+
+def report(j: Judged, loss: Tensor, weight: Tensor) -> Metrics:
+    """What a log should tell; weight [L, B] adds up to one."""
+    return {
+        "loss": loss.detach(),
+        "q": (weight * j.value.detach()).sum(),
+        "td_error": (weight * (j.value.detach() - j.target).abs()).sum(),
+    }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bestiary.algos.base import Agent, apply_gradient
-from bestiary.algos.off_policy import OffPolicy, Target, parameter_groups, share, split, up_to_date
+from bestiary.algos.off_policy import FromUniform, Target, parameter_groups, share, split, up_to_date
 from bestiary.cores.base import CoreConfig
 from bestiary.errors import UserError
 from bestiary.exploration import Explorer, Fixed
@@ -164,7 +164,7 @@ class SacLearner:
 
 
 @dataclass(frozen=True)
-class SacDiscrete(OffPolicy):
+class SacDiscrete(FromUniform):
     """A policy and twin critics, off-policy, with a bonus for entropy; on windows or whole episodes."""
 
     temperature: float = 0.1

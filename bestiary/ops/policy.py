@@ -25,10 +25,11 @@ def sample(logits: Tensor, rng: torch.Generator) -> Tensor:
     return (pi / torch.empty_like(pi).exponential_(generator=rng)).argmax(-1)
 
 
-def epsilon_greedy(q: Tensor, epsilon: Tensor, rng: torch.Generator) -> Tensor:
-    """The best of [B, A], or with probability epsilon [B] any action."""
+def epsilon_greedy(q: Tensor, epsilon: Tensor, rng: torch.Generator, legal: Tensor | None = None) -> Tensor:
+    """The best of [B, A], or with probability epsilon [B] any action; legal: [K], the actions there are."""
     lots = torch.rand(2, len(q), generator=rng, device=q.device)
-    anything = (lots[0] * q.shape[-1]).long()
+    anything = (lots[0] * (q.shape[-1] if legal is None else len(legal))).long()
+    anything = anything if legal is None else legal[anything]
     return torch.where(lots[1] < epsilon, anything, q.argmax(-1))
 
 

@@ -73,16 +73,35 @@ def watkins(
     return accumulate(reward + discount * (1 - keep) * next_value, discount * keep)
 
 
-@torch.no_grad()
-def n_step(reward: Tensor, discount: Tensor, valid: Tensor, next_value: Tensor, n: int) -> Tensor:
-    """Targets of the moves of a chunk, [T, B]: n rewards, then the value of the row they lead to.
+class Reach(NamedTuple):
+    """n moves ahead: a target is reward + discount * the value of the row reached."""
 
-    An episode that is over before has fewer rewards; where it was cut by a time limit, the value of its last row
-    follows. So it is at the end of the chunk: its last n - 1 targets are shorter than others.
+    reward: Tensor  # [L, B] discounted, of all moves on the way
+    discount: Tensor  # [L, B] of what lies behind them; 0 where that is nothing
+    row: Tensor  # [L, B] the row reached
+
+    def target(self, value: Tensor) -> Tensor:
+        """value: [L, B], of the rows reached."""
+        return self.reward + self.discount * value
+
+
+@torch.no_grad()
+def n_step(reward: Tensor, discount: Tensor, valid: Tensor, n: int, length: int | None = None) -> Reach:
+    """Where the first `length` moves of a chunk (None: all) lead in n moves.
+
+    An episode that is over before has fewer; where it was cut by a time limit, its last row is reached. So it is at the
+    end of the chunk: from its last n - 1 moves on, less than n lie ahead.
     """
-    target = reward + discount * next_value
-    goes_on = torch.cat([valid[1:], torch.zeros_like(valid[:1])])
-    for _ in range(n - 1):
-        after = torch.cat([target[1:], next_value[-1:]])
-        target = reward + discount * torch.where(goes_on, after, next_value)
-    return target
+    length = len(reward) if length is None else length
+    total, factor = torch.zeros_like(reward[:length]), torch.ones_like(reward[:length])
+    row = torch.arange(length, device=reward.device)[:, None].repeat(1, reward.shape[1])
+    going = torch.ones_like(valid[:length])
+    for k in range(min(n, len(reward))):
+        there = min(length, len(reward) - k)  # moves that have a k-th after them
+        going[there:] = False
+        going[:there] &= valid[k : k + there]
+        on = going[:there]
+        total[:there] += torch.where(on, factor[:there] * reward[k : k + there], 0)
+        factor[:there] *= torch.where(on, discount[k : k + there], 1)
+        row += going
+    return Reach(total, factor, row)

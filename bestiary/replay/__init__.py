@@ -1,6 +1,7 @@
 """Where experience waits to be learnt from. One file per kind."""
 
 from bestiary.replay.fifo import Fifo
+from bestiary.replay.prioritized import Prioritized
 from bestiary.replay.uniform import Uniform
 
-ReplayConfig = Fifo | Uniform
+ReplayConfig = Fifo | Uniform | Prioritized

@@ -1,0 +1,218 @@
+"""Experience drawn by how surprising it was: transitions or sequences, out of one ring of rows (Schaul et al. 2016)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bestiary.errors import UserError
+from bestiary.machine import check_memory
+from bestiary.ops.priorities import importance
+from bestiary.replay.ring import Meter, Ring, bytes_needed, bytes_of
+from bestiary.replay.sum_tree import SumTree
+from bestiary.seeding import REPLAY, derive
+from bestiary.types import Batch, Snapshot, Spec, State, Trajectory
+
+
+class PrioritizedReplay:
+    """An item is a number of rows in a row of one stream, beginning at every `stride`-th.
+
+    Items carry numbers that never repeat: number k of a stream begins with row k * stride, and its weight lies in place
+    k % places of the tree. A priority that comes back for an item whose rows have been written over meanwhile is
+    recognised by its number and dropped. What a new item is worth is judged from what the actor has kept, once its
+    last row is there.
+    """
+
+    def __init__(self, cfg: "Prioritized", seed: int) -> None:
+        self.cfg = cfg
+        self.seed = derive(seed, REPLAY)
+        self.ring = Ring(cfg.streams, cfg.capacity, bool(cfg.stored_state))
+        self.ring.check_room(**{cfg.flag: cfg.rows - 1})
+        self.meter = Meter(cfg.ratio, cfg.warmup)
+        self.places = (self.ring.slots - cfg.rows) // cfg.stride + 1  # items of a stream that can be held at once
+        self.tree = SumTree(self.places * cfg.streams)
+        self.first, self.next = 0, 0  # numbers of the oldest item held, and of the next to be complete
+        self.late = 0  # priorities that came too late
+
+    # -- in ------------------------------------------------------------------------------------------
+
+    def add(self, trajectory: Trajectory) -> None:
+        self.ring.add(trajectory)
+        self.meter.add(int((~trajectory.step.is_first[1:]).sum()))
+        self._forget(-(-self.ring.oldest // self.cfg.stride))
+        end = (self.ring.newest + 1 - self.cfg.rows) // self.cfg.stride + 1
+        begin = max(self.next, self.first)
+        if end > begin:
+            self._judge(np.arange(begin, end))
+            self.next = end
+
+    def _forget(self, first: int) -> None:
+        """Items before this one have lost rows."""
+        gone = np.arange(self.first, min(first, self.next))
+        slots = self._slots(gone[:, None], np.arange(self.cfg.streams)).flatten()
+        self.tree.set(slots, np.zeros(len(slots)))
+        self.first = max(self.first, first)
+
+    def _judge(self, numbers: NDArray[np.int64]) -> None:
+        number, stream = (x.flatten() for x in np.meshgrid(numbers, np.arange(self.cfg.streams), indexing="ij"))
+        t = self.ring.gather(self._rows(number), stream, seen=False)
+        priority = self.cfg.judge(t)
+        opens = t.step.is_first[self.cfg.burn_in + 1 : self.cfg.burn_in + 1 + self.cfg.length]
+        # where every move leads into another episode there is nothing to learn
+        weight = np.where(opens.all(0).numpy(), 0.0, self._weight(priority))
+        self.tree.set(self._slots(number, stream), weight)
+
+    def _weight(self, priority: Tensor) -> NDArray[np.float64]:
+        """Not a number stays one, for the tree to refuse."""
+        return np.maximum(priority.detach().cpu().double().numpy(), self.cfg.floor) ** self.cfg.alpha
+
+    def _slots(self, number: NDArray[np.int64], stream: NDArray[np.int64]) -> NDArray[np.int64]:
+        return number % self.places * self.cfg.streams + stream
+
+    def _rows(self, number: NDArray[np.int64]) -> NDArray[np.int64]:
+        return number * self.cfg.stride + np.arange(self.cfg.rows)[:, None]
+
+    # -- out -----------------------------------------------------------------------------------------
+
+    def sample(self) -> Batch | None:
+        if self.meter.due < 1 or self._is_empty():
+            return None
+        # a draw has an address, so there is no generator to save
+        rng = np.random.Generator(np.random.Philox(key=[self.seed, self.meter.batches]))
+        self.meter.batches += 1
+        slots, weight = self.tree.draw(self.cfg.batch_size, rng)
+        place, stream = slots // self.cfg.streams, slots % self.cfg.streams
+        number = self.next - 1 - (self.next - 1 - place) % self.places
+        t = self.ring.gather(self._rows(number), stream)
+        start = number * self.cfg.stride
+        later = start + self.cfg.burn_in
+        kept = self.cfg.stored_state and self.cfg.burn_in and self.cfg.burn_in % self.ring.unroll == 0
+        return Batch(
+            t._replace(state=self.ring.state_at(start, stream)),
+            torch.from_numpy(number * self.cfg.streams + stream),
+            importance(torch.from_numpy(weight / self.tree.total), len(self), self.cfg.beta).float(),
+            self.ring.state_at(later, stream) if kept else (),
+        )
+
+    def __len__(self) -> int:
+        """Items held."""
+        return (self.next - self.first) * self.cfg.streams
+
+    def _is_empty(self) -> bool:
+        return self.tree.total == 0.0
+
+    def update(self, keys: Tensor, priorities: Tensor) -> None:
+        number, stream = np.divmod(keys.numpy(), self.cfg.streams)
+        weight, held = self._weight(priorities), number >= self.first
+        self.late += int((~held).sum())
+        self.tree.set(self._slots(number, stream)[held], weight[held])
+
+    @property
+    def full(self) -> bool:
+        # while nothing can be drawn, waiting would be for ever
+        return self.meter.behind and not self._is_empty()
+
+    def metrics(self) -> dict[str, float]:
+        """replay_ratio: moves trained per move played."""
+        batches, moves = self.meter.batches, max(1, self.meter.moves)
+        return {
+            **self.ring.metrics(),
+            **self.meter.metrics(),
+            "replay_ratio": batches * self.cfg.batch_size * self.cfg.length / moves,
+            "late_priorities": self.late,
+        }
+
+    # -- checkpoints ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> Snapshot:
+        return {
+            **self.meter.state_dict(),
+            **self.ring.state_dict(),
+            "streams": self.cfg.streams,
+            "first": self.first,
+            "next": self.next,
+            "late": self.late,
+            "weights": torch.from_numpy(self.tree.leaves()),
+        }
+
+    def load_state_dict(self, state: Snapshot) -> None:
+        self.meter.load_state_dict(state)
+        if state["streams"] != self.cfg.streams:  # played on with another number of environments: rows do not fit
+            self.meter.latest = 0
+            return
+        self.ring.load_state_dict(state)
+        self.first, self.next, self.late = state["first"], state["next"], state["late"]
+        self.tree.rebuild(state["weights"].numpy())
+
+
+@dataclass(frozen=True)
+class Prioritized:
+    """Rows of the recent past, drawn by their priority to the power of alpha."""
+
+    streams: int
+    """environments played at once"""
+    batch_size: int
+    capacity: int
+    """moves kept"""
+    burn_in: int
+    """rows of an item before those that are trained"""
+    length: int
+    """moves of an item that are trained"""
+    n_step: int
+    """rows needed after the last of them"""
+    stride: int
+    """rows between the beginnings of two items"""
+    ratio: float
+    """updates per move"""
+    warmup: int
+    """moves before the first update"""
+    judge: Callable[[Trajectory], Tensor]
+    """rows of items -> their first priorities, [B]"""
+    flag: str
+    """of the setting that decides how long an item is"""
+    alpha: float = 0.6
+    beta: float = 0.4
+    floor: float = 1e-6
+    """the least priority: what is understood is still drawn now and then"""
+    stored_state: bool | None = True
+    """items begin with the memory the actor had there; None: if it takes no more room than rows"""
+    unroll: int = 1
+    """moves of a trajectory: how often memory is kept"""
+    aux: int = 0
+    """bytes an actor keeps with each row"""
+
+    @property
+    def rows(self) -> int:
+        return self.burn_in + self.length + self.n_step
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise UserError(f"algo.batch-size={self.batch_size} must be at least 1")
+        if self.ratio <= 0:
+            raise UserError(f"algo.ratio={self.ratio} must be positive")
+        for name, power in (("alpha", self.alpha), ("beta", self.beta)):
+            if not 0 <= power <= 1:
+                raise UserError(f"algo.{name}={power} must lie in [0, 1]")
+        if self.capacity < self.streams * self.rows:
+            raise UserError(
+                f"algo.capacity={self.capacity} cannot hold one sequence of {self.rows} rows for each of "
+                f"{self.streams} environments: raise it to {self.streams * self.rows}"
+            )
+        least = self.streams * self.rows + self.batch_size * self.stride
+        if self.warmup < least:
+            raise UserError(
+                f"algo.warmup={self.warmup} moves do not hold a batch of {self.batch_size} items: raise it to {least}"
+            )
+
+    def build(self, seed: int, spec: Spec | None = None, state: State = ()) -> PrioritizedReplay:
+        every = max(self.unroll, 1)
+        stored = self.stored_state
+        if spec is not None:
+            alone = bytes_needed(self.capacity, spec, self.aux, (), every)
+            if stored is None:
+                stored = bytes_of(state) * (self.capacity // every) <= alone
+            check_memory(bytes_needed(self.capacity, spec, self.aux, state if stored else (), every), self.capacity)
+        return PrioritizedReplay(replace(self, stored_state=bool(stored)), seed)

@@ -61,14 +61,16 @@ class Fused:
             answer[0] = row[2][self.keeps].numpy()
 
         # the numbers the ordinary loop would draw, row by row
-        epsilon = np.float32(0)
+        epsilon = np.zeros(B, np.float32)
         if actor.explorer is None:
             lots = np.ones((length, 2, B), np.float32)
         elif self.samples:
             lots = torch.empty(length, B, A).exponential_(generator=actor.rng).numpy()
         else:
             lots = torch.rand(length, 2, B, generator=actor.rng).numpy()
-            epsilon = np.float32(actor.agent.epsilon)  # type: ignore
+            epsilon[:] = actor.agent.epsilon  # type: ignore
+            if isinstance(actor.explorer, Fixed):
+                epsilon = np.maximum(epsilon, actor.explorer.values.numpy())
         memory = tape.flatten(actor.after, B)
         before, flat, episodes = memory, obs.reshape(T, B, -1), []
         settled, raw = 1, NOTHING  # rows before this one are in the books

@@ -389,7 +389,8 @@ def act(
 ):  # fmt: skip
     """A row of every environment: obs [B, n], memory [B, numbers] -> answer [B, A] and the action chosen by it.
 
-    samples: like `policy.sample`, with exponential lots [B, A]; else like `policy.epsilon_greedy`, with lots [2, B].
+    samples: like `policy.sample`, with exponential lots [B, A]; else like `policy.epsilon_greedy`, with lots [2, B] and
+    epsilon [B].
     """
     n, actions = obs.shape[1], answer.shape[1]
     shown = desk[n + 1 : n + 1 + actions]
@@ -412,7 +413,7 @@ def act(
         if samples:
             best = np.argmax(answer[b] - np.log(lots[b]))
         else:
-            least = epsilon
+            least = epsilon[b]
             if len(counts):
                 rare = rarity(counts, odd, obs[b], prev_action[b], is_first[b])
                 least = max(least, np.float32(novelty * rare))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from bestiary.actor import Actor
-from bestiary.algos import Dqn, Impala, SacDiscrete
+from bestiary.algos import Apex, Dqn, Impala, R2d2, SacDiscrete
 from bestiary.contract import examine
 from bestiary.cores import DeltaNet, DeltaRnn, Ff, Gpt, Gru, LinearTransformer, Lstm, RecurrentDeltaNet
 from bestiary.cores.base import Core
@@ -32,6 +32,8 @@ CORES = {
 ALGOS = {
     "impala": Impala(),
     "dqn": Dqn(head=(16,), novelty=0.5),
+    "apex": Apex(head=(16,), epsilon_base=0.9, epsilon_alpha=3.0),
+    "r2d2": R2d2(head=(), epsilon_base=0.9),
     "sac-discrete": SacDiscrete(head=(16, 8)),
 }
 ENVS = {"tmaze": TMaze(4, active=True), "visual-match": VisualMatch(3), "recall": Recall(3), "catch": Catch()}
@@ -44,7 +46,7 @@ def actor(env: Any, algo: Any, core: Any, net: Net = Net()) -> Actor:  # noqa: B
     with torch.no_grad():
         for p in agent.parameters():
             p.mul_(3)  # larger preferences than at the start, so that values and not only lots decide
-        if hasattr(agent, "epsilon"):
+        if isinstance(algo, Dqn):
             agent.epsilon.fill_(0.2)
     return Actor(world, agent, algo.explorer(B), T, 5, CPU)
 

@@ -15,7 +15,7 @@ from bestiary.errors import UserError
 from bestiary.nets import Dueling, Net, Torso, at_rows, head
 from bestiary.ops.policy import RewardClip, clip_reward, epsilon_greedy
 from bestiary.ops.rescaling import squeeze, unsqueeze
-from bestiary.ops.returns import n_step, watkins
+from bestiary.ops.returns import Reach, n_step, watkins
 from bestiary.types import Batch, Metrics, Moves, Snapshot, Spec, State, TimeStep, Trajectory, Update, moves
 
 if TYPE_CHECKING:
@@ -105,6 +105,9 @@ class QLearning(OffPolicy):
         m = moves(step, discount)
         return m._replace(reward=clip_reward(m.reward, self.reward_clip))
 
+    def reach(self, m: Moves, length: int) -> Reach:
+        return n_step(*m, self.n_step, length)
+
     def worth(self, q: Tensor) -> Tensor:
         """What the network means."""
         return q if self.rescale is None else unsqueeze(q, self.rescale)
@@ -121,6 +124,7 @@ class Judged(NamedTuple):
     target: Tensor
     valid: Tensor
     first: Tensor  # [B, A] values of the first row
+    state: State  # memory before it
 
 
 class QLearner:
@@ -157,7 +161,7 @@ class QLearner:
         target_state = up_to_date(target.torso, past, t.state)
         m = cfg.moves(t.step, self.discount)
         length = len(m.reward) if length is None else length
-        reach = n_step(*m, cfg.n_step, length)
+        reach = cfg.reach(m, length)
         if self.agent.torso.memoryless and not trace_decay and 2 * length < len(t.action):
             trained = torch.arange(length, device=reach.row.device)[:, None].expand_as(reach.row)
             q = self.agent.at(t.step, state, trained)
@@ -179,7 +183,7 @@ class QLearner:
         else:
             y = reach.target(next_value)
         value = q[:length].gather(-1, t.action[:length, :, None]).squeeze(-1)
-        return Judged(value, cfg.said(y), m.valid[:length], q[0].detach())
+        return Judged(value, cfg.said(y), m.valid[:length], q[0].detach(), state)
 
     def error(self, j: Judged) -> Tensor:
         if self.cfg.huber:

@@ -33,6 +33,7 @@ def child(off: str, net: str, unroll: int, envs: int, threads: int | None) -> fl
     """Learner rows per second, forward and backward, with one setting switched off."""
     import torch
 
+    from bestiary.algos.impala import ImpalaLearner
     from bestiary.machine import cores, keep_memory
     from bestiary.nets import Resnet, Shallow
     from bestiary.presets import preset
@@ -50,6 +51,7 @@ def child(off: str, net: str, unroll: int, envs: int, threads: int | None) -> fl
         encoder.to(memory_format=torch.contiguous_format)  # type: ignore
         encoder.layout = torch.contiguous_format
     learner = base.algo.learner(agent, 10**6)
+    assert isinstance(learner, ImpalaLearner)
     rows = unroll + 1
     flag = torch.zeros(rows, envs, dtype=torch.bool)
     obs = torch.randint(0, 255, (rows, envs, 1, 84, 84), dtype=torch.uint8)

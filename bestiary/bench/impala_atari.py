@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from bestiary.algos.impala import ImpalaLearner
 from bestiary.bench import medians
 from bestiary.envs.atari import AtariWorld
 from bestiary.nets import Resnet, Shallow
@@ -45,6 +46,7 @@ def measure(cfg: Settings, net: str) -> dict[str, float]:
     next(loop)
     world, actor, learner = runtime.world, runtime.actor, runtime.learner
     assert isinstance(world, AtariWorld)
+    assert isinstance(learner, ImpalaLearner)
     rng = np.random.default_rng(0)
     trajectory, _ = actor.unroll()
     step = actor.row[0] if actor.row else trajectory.step

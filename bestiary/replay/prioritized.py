@@ -30,7 +30,6 @@ class PrioritizedReplay:
         self.cfg = cfg
         self.seed = derive(seed, REPLAY)
         self.ring = Ring(cfg.streams, cfg.capacity, bool(cfg.stored_state))
-        self.ring.check_room(**{cfg.flag: cfg.rows - 1})
         self.meter = Meter(cfg.ratio, cfg.warmup)
         self.places = (self.ring.slots - cfg.rows) // cfg.stride + 1  # items of a stream that can be held at once
         self.tree = SumTree(self.places * cfg.streams)
@@ -171,8 +170,6 @@ class Prioritized:
     """moves before the first update"""
     judge: Callable[[Trajectory], Tensor]
     """rows of items -> their first priorities, [B]"""
-    flag: str
-    """of the setting that decides how long an item is"""
     alpha: float = 0.6
     beta: float = 0.4
     floor: float = 1e-6
@@ -181,8 +178,6 @@ class Prioritized:
     """items begin with the memory the actor had there; None: if it takes no more room than rows"""
     unroll: int = 1
     """moves of a trajectory: how often memory is kept"""
-    aux: int = 0
-    """bytes an actor keeps with each row"""
 
     @property
     def rows(self) -> int:
@@ -211,8 +206,9 @@ class Prioritized:
         every = max(self.unroll, 1)
         stored = self.stored_state
         if spec is not None:
-            alone = bytes_needed(self.capacity, spec, self.aux, (), every)
+            aux = 4 * spec.num_actions  # values of actions are kept with each row
             if stored is None:
-                stored = bytes_of(state) * (self.capacity // every) <= alone
-            check_memory(bytes_needed(self.capacity, spec, self.aux, state if stored else (), every), self.capacity)
+                rows = bytes_needed(self.capacity, spec, aux, (), every)
+                stored = bytes_of(state) * (self.capacity // every) <= rows
+            check_memory(bytes_needed(self.capacity, spec, aux, state if stored else (), every), self.capacity)
         return PrioritizedReplay(replace(self, stored_state=bool(stored)), seed)

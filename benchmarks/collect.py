@@ -2,6 +2,7 @@
 
     python benchmarks/collect.py TABLE.csv RUN...         # TABLE.csv, and the summary on the screen
     python benchmarks/collect.py TABLE.csv                # the summary of a table made before
+    python benchmarks/collect.py TABLE.csv RUN... --elsewhere    # what `bestiary eval RUN --env.length N` found
 
 Seconds are those since the run began, as its log counts them, with earlier evaluations in them.
 """
@@ -13,8 +14,6 @@ from itertools import groupby
 from pathlib import Path
 
 import numpy as np
-
-COLUMNS = ("task", "seed", "frames", "seconds", "score", "success")
 
 
 def rows(run: Path) -> list[dict[str, object]]:
@@ -34,6 +33,33 @@ def rows(run: Path) -> list[dict[str, object]]:
         }
         for row in evaluations
     ]
+
+
+def elsewhere(run: Path) -> list[dict[str, object]]:
+    """Games of lengths the run was not trained at."""
+    found = [json.loads(path.read_text()) for path in run.glob("eval-*.json")]
+    found = [e for e in found if e.get("elsewhere")]
+    trained = json.loads((run / "experiment.json").read_text())
+    return [
+        {
+            "task": run.name.rsplit("-", 1)[0],
+            "seed": trained["seed"],
+            "trained": trained["env"]["length"],
+            "played": e["protocol"]["env"]["length"],
+            "games": e["greedy"]["game"]["n"],
+            "score": f"{e['greedy']['game']['mean']:.4g}",
+            "success": f"{e['greedy']['success']['mean']:.4g}",
+        }
+        for e in sorted(found, key=lambda e: e["protocol"]["env"]["length"])
+    ]
+
+
+def write(table: Path, found: list[dict[str, object]]) -> None:
+    table.parent.mkdir(parents=True, exist_ok=True)
+    with table.open("w", newline="") as file:
+        lines = csv.DictWriter(file, list(found[0]), lineterminator="\n")
+        lines.writeheader()
+        lines.writerows(found)  # type: ignore[arg-type]
 
 
 def summary(table: Path, enough: float) -> None:
@@ -56,14 +82,14 @@ def main() -> None:
     parser.add_argument("table", type=Path)
     parser.add_argument("runs", type=Path, nargs="*")
     parser.add_argument("--enough", type=float, default=1.0, help="success that counts as solved")
+    parser.add_argument("--elsewhere", action="store_true", help="games at other lengths than trained")
     args = parser.parse_args()
+    if args.elsewhere:
+        write(args.table, [row for run in args.runs for row in elsewhere(run)])
+        print(args.table.read_text())
+        return
     if args.runs:
-        args.table.parent.mkdir(parents=True, exist_ok=True)
-        with args.table.open("w", newline="") as file:
-            write = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            write.writeheader()
-            for run in args.runs:
-                write.writerows(rows(run))  # type: ignore[arg-type]
+        write(args.table, [row for run in args.runs for row in rows(run)])
     summary(args.table, args.enough)
 
 

@@ -12,11 +12,12 @@ from bestiary.errors import UserError
 class TensorflowRmsProp(torch.optim.Optimizer):
     """m <- alpha m + (1 - alpha) g^2, m_0 = 1;  b <- momentum b + lr g / sqrt(m + eps);  p <- p - b.
 
+    Centred: m - c^2 in place of m, where c <- alpha c + (1 - alpha) g, c_0 = 0: a variance in place of a square.
     PyTorch's version starts m at 0 and adds epsilon outside the root, so its epsilon is another number.
     """
 
-    def __init__(self, params: Any, lr: float, alpha: float, eps: float, momentum: float) -> None:
-        super().__init__(params, {"lr": lr, "alpha": alpha, "eps": eps, "momentum": momentum})
+    def __init__(self, params: Any, lr: float, alpha: float, eps: float, momentum: float, centred: bool) -> None:
+        super().__init__(params, {"lr": lr, "alpha": alpha, "eps": eps, "momentum": momentum, "centred": centred})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -31,6 +32,9 @@ class TensorflowRmsProp(torch.optim.Optimizer):
                     state["momentum_buffer"] = torch.zeros_like(p)
                 m, b = state["square_avg"], state["momentum_buffer"]
                 m.mul_(group["alpha"]).addcmul_(p.grad, p.grad, value=1 - group["alpha"])
+                if group.get("centred"):  # not in checkpoints of 0.1
+                    c = state.setdefault("grad_avg", torch.zeros_like(p))
+                    m = m.addcmul(c.lerp_(p.grad, 1 - group["alpha"]), c, value=-1)
                 b.mul_(group["momentum"]).addcdiv_(p.grad, (m + group["eps"]).sqrt_(), value=group["lr"])
                 p.sub_(b)
 
@@ -71,10 +75,17 @@ class RmsProp(_Rates):
     alpha: float = 0.99
     eps: float = 0.01
     momentum: float = 0.0
+    centred: bool = False
+    """by the variance of gradients instead of their squares"""
 
     def build(self, module: nn.Module | list[dict[str, Any]]) -> torch.optim.Optimizer:
         return torch.optim.RMSprop(
-            parameters(module), lr=self.lr, alpha=self.alpha, eps=self.eps, momentum=self.momentum
+            parameters(module),
+            lr=self.lr,
+            alpha=self.alpha,
+            eps=self.eps,
+            momentum=self.momentum,
+            centered=self.centred,
         )
 
 
@@ -86,9 +97,11 @@ class RmsPropTf(_Rates):
     alpha: float = 0.99
     eps: float = 0.01
     momentum: float = 0.0
+    centred: bool = False
+    """by the variance of gradients instead of their squares"""
 
     def build(self, module: nn.Module | list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return TensorflowRmsProp(parameters(module), self.lr, self.alpha, self.eps, self.momentum)
+        return TensorflowRmsProp(parameters(module), self.lr, self.alpha, self.eps, self.momentum, self.centred)
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,12 @@ def walk(cfg: Any, gradients: np.ndarray = GRADIENTS) -> np.ndarray:
 
 def tensorflow_loop(cfg: RmsPropTf) -> np.ndarray:
     p = Weights().p.detach().numpy().copy()
-    m, b = np.ones_like(p), np.zeros_like(p)
+    m, b, c = np.ones_like(p), np.zeros_like(p), np.zeros_like(p)
     path = []
     for g in GRADIENTS:
         m = cfg.alpha * m + (1 - cfg.alpha) * g**2
-        b = cfg.momentum * b + cfg.lr * g / np.sqrt(m + cfg.eps)
+        c = cfg.alpha * c + (1 - cfg.alpha) * g
+        b = cfg.momentum * b + cfg.lr * g / np.sqrt(m - cfg.centred * c**2 + cfg.eps)
         p = p - b
         path.append(p)
     return np.stack(path)
@@ -45,11 +46,12 @@ def tensorflow_loop(cfg: RmsPropTf) -> np.ndarray:
 
 def pytorch_loop(cfg: RmsProp) -> np.ndarray:
     p = Weights().p.detach().numpy().copy()
-    m, b = np.zeros_like(p), np.zeros_like(p)
+    m, b, c = np.zeros_like(p), np.zeros_like(p), np.zeros_like(p)
     path = []
     for g in GRADIENTS:
         m = cfg.alpha * m + (1 - cfg.alpha) * g**2
-        b = cfg.momentum * b + g / (np.sqrt(m) + cfg.eps)
+        c = cfg.alpha * c + (1 - cfg.alpha) * g
+        b = cfg.momentum * b + g / (np.sqrt(m - cfg.centred * c**2) + cfg.eps)
         p = p - cfg.lr * b
         path.append(p)
     return np.stack(path)
@@ -59,6 +61,7 @@ SETTINGS = [
     {},
     {"lr": 0.01, "alpha": 0.9, "eps": 0.1},
     {"lr": 0.003, "alpha": 0.99, "eps": 1e-4, "momentum": 0.7},
+    {"lr": 0.003, "alpha": 0.95, "eps": 1e-4, "centred": True},
 ]
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 import bestiary
-from bestiary.algos import SacDiscrete
+from bestiary.algos import Apex, R2d2, SacDiscrete
 from bestiary.cores import DeltaNet, DeltaRnn, Ff, Gpt, Gru, LinearTransformer, Lstm, RecurrentDeltaNet
 from bestiary.envs import Recall
 from bestiary.experiment import Evaluation, Experiment, family
@@ -13,6 +13,7 @@ from bestiary.nets import Mlp
 from bestiary.optim import Adam
 from bestiary.presets import preset
 from bestiary.presets.memory_rl import quick_tmaze
+from bestiary.runtime import Local
 
 pytestmark = pytest.mark.learns
 
@@ -78,6 +79,66 @@ def test_sac_discrete_solves_recall(tmp_path):
     )  # fmt: skip
     core = DeltaNet(**SMALL, feature_map="silu", beta_bias=2.0)
     assert score(replace(RECALL, algo=algo, core=core, frames=40_000), tmp_path / "run") > 0.95
+
+
+APEX = Apex(
+    unroll=10,
+    batch_size=64,
+    burn_in=0,
+    capacity=50_000,
+    warmup=2_000,
+    ratio=0.05,
+    period=100,
+    head=(64,),
+    optimizer=Adam(lr=1e-3),
+)
+
+
+def test_apex_solves_catch(tmp_path):
+    catch = replace(preset("catch"), algo=APEX, frames=25_000, runtime=Local(envs=16))
+    assert score(catch, tmp_path / "run") > 0.95
+
+
+# episodes have six rows, sequences four: where the question is trained, the cue lies before the sequence
+R2D2 = replace(
+    RECALL,
+    env=Recall(delay=4),
+    algo=R2d2(
+        unroll=4,
+        batch_size=32,
+        window=4,
+        burn_in=0,
+        capacity=50_000,
+        warmup=4_000,
+        ratio=0.05,
+        discount=0.99,
+        n_step=3,
+        rescale=None,
+        period=100,
+        head=(64,),
+        optimizer=Adam(lr=2e-3),
+    ),
+    runtime=Local(envs=16),
+    frames=25_000,
+)
+R2D2_CORES = {
+    "lstm": Lstm(hidden=64, chrono=20),
+    "delta-net": DeltaNet(width=32, layers=1, heads=4, feedforward=64, feature_map="silu", beta_bias=2.0),
+}
+
+
+@pytest.mark.parametrize("name", R2D2_CORES)
+def test_r2d2_carries_a_cue_into_sequences_that_do_not_show_it(tmp_path, name):
+    assert score(replace(R2D2, core=R2D2_CORES[name]), tmp_path / "run") > 0.95
+
+
+def test_r2d2_without_stored_memory_and_burn_in_does_worse(tmp_path):
+    algo = replace(R2D2.algo, stored_state=False)
+    assert score(replace(R2D2, core=R2D2_CORES["delta-net"], algo=algo), tmp_path / "run") < 0.8
+
+
+def test_r2d2_without_memory_stays_at_chance_on_recall(tmp_path):
+    assert score(replace(R2D2, core=Ff()), tmp_path / "run") < 0.4  # chance is 0.25
 
 
 def test_dqn_without_memory_improves_on_cartpole(tmp_path):

@@ -19,7 +19,7 @@ class R2d2(FromPriorities):
     stride: int | None = None
     """moves between the starts of two sequences; None: as many as are trained, so that each is in one"""
     stored_state: bool | None = None
-    """begin with the memory the actor had; None: unless it takes more room than all rows; else with an empty one"""
+    """begin with the memory the actor had; None: unless it takes more than 1 GiB and than all rows; else with none"""
     ratio: float = 0.00015
     discount: float | None = 0.997
     n_step: int = 5

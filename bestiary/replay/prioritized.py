@@ -17,6 +17,9 @@ from bestiary.seeding import REPLAY, derive
 from bestiary.types import Batch, Snapshot, Spec, State, Trajectory
 
 
+LITTLE = 2**30  # bytes nobody minds
+
+
 class PrioritizedReplay:
     """An item is a number of rows in a row of one stream, beginning at every `stride`-th.
 
@@ -46,7 +49,7 @@ class PrioritizedReplay:
         begin = max(self.next, self.first)
         if end > begin:
             self._judge(np.arange(begin, end))
-            self.next = end
+        self.next = max(begin, end)  # an item may be lost in the moment in which it is complete
 
     def _forget(self, first: int) -> None:
         """Items before this one have lost rows."""
@@ -139,11 +142,12 @@ class PrioritizedReplay:
 
     def load_state_dict(self, state: Snapshot) -> None:
         self.meter.load_state_dict(state)
+        self.late = state["late"]
         if state["streams"] != self.cfg.streams:  # played on with another number of environments: rows do not fit
             self.meter.latest = 0
             return
         self.ring.load_state_dict(state)
-        self.first, self.next, self.late = state["first"], state["next"], state["late"]
+        self.first, self.next = state["first"], state["next"]
         self.tree.rebuild(state["weights"].numpy())
 
 
@@ -175,7 +179,7 @@ class Prioritized:
     floor: float = 1e-6
     """the least priority: what is understood is still drawn now and then"""
     stored_state: bool | None = True
-    """items begin with the memory the actor had there; None: if it takes no more room than rows"""
+    """items begin with the memory the actor had there; None: if it takes no more room than rows, or little"""
     unroll: int = 1
     """moves of a trajectory: how often memory is kept"""
 
@@ -209,6 +213,6 @@ class Prioritized:
             aux = 4 * spec.num_actions  # values of actions are kept with each row
             if stored is None:
                 rows = bytes_needed(self.capacity, spec, aux, (), every)
-                stored = bytes_of(state) * (self.capacity // every) <= rows
+                stored = bytes_of(state) * (self.capacity // every) <= max(rows, LITTLE)
             check_memory(bytes_needed(self.capacity, spec, aux, state if stored else (), every), self.capacity)
         return PrioritizedReplay(replace(self, stored_state=bool(stored)), seed)

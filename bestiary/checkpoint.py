@@ -5,6 +5,8 @@ import json
 import os
 import pickle
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from bestiary.errors import UserError
 from bestiary.types import Snapshot
 
 FORMAT = 1
-WEIGHTS, TRAINER, META = "weights.safetensors", "trainer.pt", "meta.json"
+WEIGHTS, TRAINER, REPLAY, META = "weights.safetensors", "trainer.pt", "replay.pt", "meta.json"
 
 
 class BadCheckpoint(UserError):
@@ -35,7 +37,13 @@ class Checkpoint:
     meta: dict[str, Any]
 
 
-def save(path: Path, weights: dict[str, torch.Tensor], trainer: Snapshot, meta: dict[str, Any]) -> None:
+def save(
+    path: Path,
+    weights: dict[str, torch.Tensor],
+    trainer: Snapshot,
+    meta: dict[str, Any],
+    replay: Snapshot | None = None,
+) -> None:
     """Write a checkpoint directory as a whole or not at all; what stood at `path` is replaced last."""
     aside = path.with_name(f".{path.name}.writing")
     shutil.rmtree(aside, ignore_errors=True)
@@ -44,10 +52,12 @@ def save(path: Path, weights: dict[str, torch.Tensor], trainer: Snapshot, meta: 
         contiguous = {k: v.detach().cpu().contiguous() for k, v in weights.items()}
         safetensors.torch.save_file(contiguous, aside / WEIGHTS)
         torch.save(trainer, aside / TRAINER)
-        files = {name: _digest(aside / name) for name in (WEIGHTS, TRAINER)}
+        if replay is not None:
+            torch.save(replay, aside / REPLAY)
+        files = {file.name: _digest(file) for file in aside.iterdir()}
         (aside / META).write_text(json.dumps({"format": FORMAT, "files": files, **meta}, indent=2))
-        for name in (WEIGHTS, TRAINER, META):
-            _sync(aside / name)
+        for file in aside.iterdir():
+            _sync(file)
         _replace(aside, path)
     except (OSError, SafetensorError, RuntimeError) as e:  # torch reports a full disk as RuntimeError
         shutil.rmtree(aside, ignore_errors=True)
@@ -80,21 +90,42 @@ def _digest(path: Path) -> str:
 
 def load(path: Path) -> Checkpoint:
     """Read a checkpoint, or say in one sentence why not. Nothing in the files can run code."""
-    try:
-        meta = json.loads((path / META).read_text())
-        if meta.get("format") != FORMAT:
-            raise BadCheckpoint(f"{path} is not a checkpoint of this version (format {meta.get('format')})")
-        for name in (WEIGHTS, TRAINER):
-            if _digest(path / name) != meta["files"][name]:
-                raise BadCheckpoint(f"{path / name} is damaged or truncated: its contents do not match its hash")
+    with _readable(path):
+        meta = _checked(path, WEIGHTS, TRAINER)
         weights = safetensors.torch.load_file(path / WEIGHTS)
         trainer = torch.load(path / TRAINER, weights_only=True, map_location="cpu")
+        return Checkpoint(weights, trainer, meta)
+
+
+def load_replay(path: Path) -> Snapshot | None:
+    """What was played, if it was saved with the checkpoint: mapped from the file, so it is read once, where it goes."""
+    with _readable(path):
+        if not (path / REPLAY).exists():
+            return None
+        _checked(path, REPLAY)
+        return torch.load(path / REPLAY, weights_only=True, map_location="cpu", mmap=True)
+
+
+def _checked(path: Path, *names: str) -> dict[str, Any]:
+    """What META says, after the files were found as they were written."""
+    meta = json.loads((path / META).read_text())
+    if meta.get("format") != FORMAT:
+        raise BadCheckpoint(f"{path} is not a checkpoint of this version (format {meta.get('format')})")
+    for name in names:
+        if _digest(path / name) != meta["files"][name]:
+            raise BadCheckpoint(f"{path / name} is damaged or truncated: its contents do not match its hash")
+    return meta
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
     except FileNotFoundError as e:
         raise BadCheckpoint(f"{path} is not a complete checkpoint: {Path(str(e.filename)).name} is missing") from None
     except pickle.UnpicklingError:
-        raise BadCheckpoint(f"{path / TRAINER} holds something other than tensors and numbers; not loaded") from None
+        raise BadCheckpoint(f"{path} holds something other than tensors and numbers; not loaded") from None
     except (json.JSONDecodeError, KeyError, AttributeError, UnicodeDecodeError, SafetensorError, EOFError) as e:
         raise BadCheckpoint(f"{path} cannot be read as a checkpoint: {e}") from None
     except RuntimeError as e:
         raise BadCheckpoint(f"{path} cannot be read as a checkpoint: {str(e).splitlines()[0]}") from None
-    return Checkpoint(weights, trainer, meta)

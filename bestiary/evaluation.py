@@ -1,6 +1,7 @@
 """How good is it, really: whole games on fresh seeds, with intervals, and the protocol beside the number."""
 
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -11,6 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from bestiary import stats
 from bestiary.actor import Actor
@@ -23,13 +26,33 @@ from bestiary.errors import UserError
 from bestiary.experiment import Experiment
 from bestiary.exploration import Fixed
 from bestiary.machine import choose_device, cores, keep_memory, set_threads
+from bestiary.ops.policy import epsilon_greedy
 from bestiary.run import Run
 from bestiary.seeding import ACTIONS, EVAL, derive, substream
-from bestiary.types import Episode, Spec
+from bestiary.types import Episode, Spec, State, TimeStep
 
 Mode = Literal["greedy", "sampled"]
 ROWS = 32  # between two looks at what has ended
 ATTEMPTS = 20  # games per wanted positive one, before giving up
+
+
+class Slips(Agent):
+    """Another agent, but with a chance of epsilon it does anything at all."""
+
+    def __init__(self, agent: Agent, epsilon: float, num_actions: int) -> None:
+        super().__init__()
+        self.agent = agent
+        self.epsilon = torch.tensor(epsilon)
+        self.num_actions = num_actions
+
+    def initial_state(self, batch_size: int) -> State:
+        return self.agent.initial_state(batch_size)
+
+    def act(
+        self, step: TimeStep, state: State, explore: Tensor | None, rng: torch.Generator
+    ) -> tuple[Tensor, dict[str, Tensor], State]:
+        meant, aux, state = self.agent.act(step, state, explore, rng)
+        return epsilon_greedy(F.one_hot(meant, self.num_actions), self.epsilon, rng), aux, state
 
 
 @torch.no_grad()
@@ -41,9 +64,11 @@ def play(
     rng: torch.Generator,
     accept: Callable[[Episode], bool] = lambda e: True,
     stop: Callable[[], bool] = lambda: False,
+    epsilon: float = 0.0,
 ) -> list[Episode]:
     """Whole games. Every slot has its quota, so quick games are not over-represented."""
     n = world.num_envs
+    agent = Slips(agent, epsilon, world.spec.num_actions) if epsilon else agent
     quota = [episodes // n + (slot < episodes % n) for slot in range(n)]
     actor = Actor(world, agent, None if mode == "greedy" else Fixed(torch.zeros(n)), ROWS, 0, rng.device)
     actor.rng = rng
@@ -111,15 +136,19 @@ def evaluate(
     device: str = "auto",
     threads: int | None = None,
     env: EnvConfig | None = None,
+    epsilon: float = 0.0,
 ) -> dict[str, Any]:
     """Play a run's agent on seeds it was never trained on. Needs only the run directory; writes eval-*.json there.
 
     `runs` repeats the protocol on other seeds: the statistics are over all games, and the means of the
     repetitions are listed. `positive_only` replays a game, from a fresh start, until its final score is positive.
-    `env` plays elsewhere than it was trained, for example in a longer maze.
+    `env` plays elsewhere than it was trained, for example in a longer maze. `epsilon` is the chance that an action,
+    whichever way it was chosen, is replaced by one at random.
     """
     if episodes < 1 or envs < 1 or runs < 1:
         raise UserError(f"episodes={episodes}, envs={envs} and runs={runs} must be at least 1")
+    if not 0 <= epsilon <= 1:
+        raise UserError(f"epsilon={epsilon} must lie in [0, 1]")
     run = run if isinstance(run, Run) else Run(run)
     experiment = run.experiment()
     changed = [] if env is None else differences(encode(experiment.env), encode(env))
@@ -137,7 +166,7 @@ def evaluate(
         try:
             agent = build_agent(experiment, world.spec, saved.weights, where)
             rng = torch.Generator(where).manual_seed(derive(experiment.seed, stream, ACTIONS))
-            return world.spec, play(agent, world, episodes, mode, rng, accept)
+            return world.spec, play(agent, world, episodes, mode, rng, accept, epsilon=epsilon)
         finally:
             world.close()
 
@@ -150,6 +179,7 @@ def evaluate(
             "envs": min(envs, episodes),
             "seed": seed,
             "positive_only": positive_only,
+            "epsilon": epsilon,
             "env": encode(experiment.env),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         },
@@ -158,32 +188,90 @@ def evaluate(
         played = [repetition(mode, number) for number in range(runs)]
         spec = played[0][0]
         out["environment"] = spec.name
-        game = spec.name if isinstance(experiment.env, Atari) else None
+        # the scores of people are of whole games
+        game = spec.name if isinstance(experiment.env, Atari) and not experiment.env.one_life else None
         out[mode] = report([e for _, games in played for e in games], game)
         out[mode]["run_means"] = [float(np.mean([e.score for e in games])) for _, games in played]
     known = references(experiment.env)
     if known is not None:
         out["references"] = known._asdict()
     which = "" if len(modes) == 2 else f"-{modes[0]}"
-    kind = "-positive" if positive_only else ""
+    kind = ("-positive" if positive_only else "") + (f"-epsilon{epsilon:g}" if epsilon else "")
     elsewhere = "".join(f"-{c.rpartition(': ')[0].strip('.') or 'env'}-{c.rpartition(' -> ')[2]}" for c in changed)
     name = f"eval-{saved.meta['frames']}-{runs}x{episodes}-seed{seed}{which}{kind}{elsewhere}.json"
     run.write(name, json.dumps(out, indent=2))
     return out | {"file": str(run.path / name)}
 
 
-def evaluate_now(
-    experiment: Experiment,
-    weights: dict[str, torch.Tensor],
-    device: torch.device,
-    threads: int,
-    stop: Callable[[], bool],
-) -> list[Episode]:
-    """During training: greedy games in a world of their own, with a copy of the weights."""
-    episodes = experiment.evaluation.episodes
-    world = experiment.env.make(min(16, episodes), experiment.seed, EVAL, threads)
+def _where(experiment: Experiment) -> EnvConfig:
+    """The environment of evaluations during training."""
+    env, lives = experiment.env, experiment.evaluation.lives
+    return replace(env, one_life=lives == "one") if isinstance(env, Atari) and lives != "as trained" else env
+
+
+def prepare(
+    experiment: Experiment, weights: dict[str, Tensor], device: torch.device, threads: int
+) -> Callable[[Callable[[], bool]], list[Episode]]:
+    """During training: greedy games in a world of their own, with a copy of the weights.
+
+    All is built here and now; what is returned plays, until it is done or told to stop, in whatever thread.
+    """
+    plan = experiment.evaluation
+    world = _where(experiment).make(min(16, plan.episodes), experiment.seed, EVAL, threads)
     try:
-        agent = build_agent(experiment, world.spec, weights, device)
-        return play(agent, world, episodes, "greedy", torch.Generator(device).manual_seed(0), stop=stop)
-    finally:
+        with torch.random.fork_rng(devices=[]):  # a new network draws from the stream that training draws from
+            agent = build_agent(experiment, world.spec, weights, device)
+    except BaseException:
         world.close()
+        raise
+    rng = torch.Generator(device).manual_seed(derive(experiment.seed, EVAL, ACTIONS))
+
+    def games(stop: Callable[[], bool]) -> list[Episode]:
+        try:
+            return play(agent, world, plan.episodes, "greedy", rng, stop=stop, epsilon=plan.epsilon)
+        finally:
+            world.close()
+
+    return games
+
+
+class Beside:
+    """An evaluation in a thread of its own, with the weights as they were when it began.
+
+    The thread only plays: whoever began it asks for the games, and is told there what went wrong.
+    """
+
+    def __init__(self, experiment: Experiment, frames: int, weights: dict[str, Tensor], device: torch.device) -> None:
+        self.frames = frames
+        self.weights = {k: v.detach().clone() for k, v in weights.items()}
+        self.stopping = threading.Event()
+        self.failure: BaseException | None = None
+        self.played: list[Episode] = []
+        play_games = prepare(experiment, self.weights, device, threads=1)
+        torch.get_num_threads()  # only a thread that has asked once keeps its number when another sets its own
+        self.thread = threading.Thread(target=self._play, args=(play_games,), name="evaluation", daemon=True)
+        self.thread.start()
+
+    def _play(self, play_games: Callable[[Callable[[], bool]], list[Episode]]) -> None:
+        torch.set_num_threads(1)  # of this thread alone
+        try:
+            self.played = play_games(self.stopping.is_set)
+        except BaseException as e:  # raised where the games are asked for
+            self.failure = e
+
+    @property
+    def playing(self) -> bool:
+        return self.thread.is_alive()
+
+    def end(self, stop: Callable[[], bool] = lambda: True) -> None:
+        """Wait until all games are played, or break them off once told to: without a word, now."""
+        while self.playing:
+            if stop():
+                self.stopping.set()
+            self.thread.join(0.05)
+
+    def games(self) -> list[Episode]:
+        """What was played; fewer games than planned if it was broken off."""
+        if self.failure is not None:
+            raise self.failure
+        return self.played

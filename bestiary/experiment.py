@@ -5,11 +5,12 @@ import json
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from bestiary.algos import AlgoConfig, Impala
 from bestiary.config import Count, Counts, decode, differences, encode, kebab, members
 from bestiary.cores import CoreConfig, Ff
-from bestiary.envs import Catch, EnvConfig
+from bestiary.envs import Atari, Catch, EnvConfig
 from bestiary.errors import UserError
 from bestiary.nets import Net
 from bestiary.runtime import Local, RuntimeConfig
@@ -17,16 +18,24 @@ from bestiary.runtime import Local, RuntimeConfig
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Games on seeds never trained on, played greedily."""
+    """Games on seeds never trained on, played greedily but for `epsilon`."""
 
     every: Count | None = None
     """frames between evaluations; None: only at the end"""
     episodes: int = 20
     """whole games per evaluation; 0: never evaluate"""
+    beside: bool = False
+    """play in a thread of its own while training goes on; one that is due while the last still plays is left out"""
+    epsilon: float = 0.0
+    """chance of an action at random in evaluation games"""
+    lives: Literal["as trained", "all", "one"] = "as trained"
+    """of an Atari game: play it to its end (all), or until the first life is lost (one)"""
 
     def __post_init__(self) -> None:
         if self.episodes < 0 or (self.every is not None and self.every < 1):
             raise UserError("evaluation.episodes must be at least 0 and evaluation.every at least 1 frame")
+        if not 0 <= self.epsilon <= 1:
+            raise UserError(f"evaluation.epsilon={self.epsilon} must lie in [0, 1]")
 
 
 @dataclass(frozen=True)
@@ -40,10 +49,14 @@ class Checkpoints:
     """frames at which to keep a checkpoint for good, for example 50M,200M"""
     keep: int = 3
     """how many of the latest to keep"""
+    best: int = 1
+    """how many of the best by evaluation to keep"""
+    replay: bool | None = None
+    """save what was played with the latest, so that a run goes on exactly; None: up to 1 GiB"""
 
     def __post_init__(self) -> None:
-        if self.keep < 1:
-            raise UserError(f"checkpoint.keep={self.keep} must be at least 1")
+        if self.keep < 1 or self.best < 1:
+            raise UserError(f"checkpoint.keep={self.keep} and checkpoint.best={self.best} must be at least 1")
         if self.minutes <= 0 or (self.frames is not None and self.frames < 1):
             raise UserError("checkpoint.minutes and checkpoint.frames must be positive")
 
@@ -79,6 +92,11 @@ class Experiment:
             raise UserError(f"frames={self.frames} must be at least 1")
         if not 0 <= self.seed < 2**63:
             raise UserError(f"seed={self.seed} must lie between 0 and 2**63 - 1")
+        if self.evaluation.lives != "as trained" and not isinstance(self.env, Atari):
+            raise UserError(
+                f"evaluation.lives={self.evaluation.lives!r} is for Atari games: "
+                f"leave it 'as trained' with env:{kebab(type(self.env))}"
+            )
         self.algo.replay(self.runtime.envs)  # refuses a batch that can never be filled
 
     def to_json(self) -> str:

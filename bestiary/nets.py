@@ -242,7 +242,7 @@ class Dueling(nn.Module):
         super().__init__()
         self.value = head(width, hidden, 1, last=3e-3, init=init)
         self.advantage = head(width, hidden, len(legal), last=3e-3, init=init)
-        share = legal.float() / legal.sum()
+        share = legal / legal.sum()
         mix = torch.cat([torch.ones(len(legal), 1), torch.eye(len(legal)) - share], 1)  # of [V, A]
         self.register_buffer("mix", mix, persistent=False)
 
@@ -353,7 +353,8 @@ class Torso(nn.Module):
     def remember(self, step: TimeStep, state: State) -> State:
         """Memory after these rows; what nothing depends on is not computed."""
         if not self.memoryless:
-            return self(step, state)[1]
+            # a copy where there is one row: a core may write into its state, and others begin with the same
+            return self(step, tuple(s.clone() for s in state) if len(step.is_first) == 1 else state)[1]
         last = torch.full_like(step.prev_action[:1], len(step.is_first) - 1)
         return self.stack(step.obs, step.is_first, state, last)[1]
 

@@ -1,6 +1,7 @@
 """A run directory explains itself: every command that takes a run needs nothing else."""
 
 import json
+import math
 import os
 import platform
 import re
@@ -75,7 +76,7 @@ class Run:
         if name in (None, "last"):
             found = trained
         elif name == "best":
-            found = self.saved("best")
+            found = self._ranked()
         else:
             found = [p for p in (*self.saved("best"), *trained) if p.name == name.zfill(12)]
         if not found:
@@ -104,10 +105,24 @@ class Run:
             return path
         return None
 
-    def save(self, frames: int, weights: dict[str, torch.Tensor], trainer: Snapshot, keep: int) -> Path:
+    def load_replay(self, name: str | None = None) -> Snapshot | None:
+        """What was played, where it was saved with a checkpoint."""
+        return checkpoint.load_replay(self.find(name))
+
+    def save(
+        self,
+        frames: int,
+        weights: dict[str, torch.Tensor],
+        trainer: Snapshot,
+        keep: int,
+        replay: Snapshot | None = None,
+    ) -> Path:
+        """What was played is large: only the latest checkpoint keeps it."""
         path = self.path / "checkpoints" / f"{frames:012d}"
-        checkpoint.save(path, weights, trainer, {"frames": frames})
+        checkpoint.save(path, weights, trainer, {"frames": frames}, replay)
         self._forget(self.saved()[:-keep])
+        for older in self.saved()[:-1]:
+            (older / checkpoint.REPLAY).unlink(missing_ok=True)
         return path
 
     def has_milestone(self, milestone: int) -> bool:
@@ -117,9 +132,17 @@ class Run:
         path = self.path / "milestones" / f"{milestone:012d}"
         checkpoint.save(path, weights, trainer, {"frames": frames, "milestone": milestone})
 
-    def save_best(self, frames: int, score: float, weights: dict[str, torch.Tensor]) -> None:
-        checkpoint.save(self.path / "best" / f"{frames:012d}", weights, {}, {"frames": frames, "score": score})
-        self._forget(self.saved("best")[:-1])
+    def save_best(self, frames: int, score: float, weights: dict[str, torch.Tensor], keep: int) -> None:
+        """Save what is among the `keep` best by evaluation; of equal scores the newer is the better."""
+        path, ranked = self.path / "best" / f"{frames:012d}", self._ranked()
+        rival = path if path in ranked else ranked[-keep] if len(ranked) >= keep else None
+        if score >= (-math.inf if rival is None else _score(rival)):
+            checkpoint.save(path, weights, {}, {"frames": frames, "score": score})
+        self._forget(self._ranked()[:-keep])
+
+    def _ranked(self) -> list[Path]:
+        """The best by evaluation, the very best last."""
+        return sorted(self.saved("best"), key=lambda p: (_score(p), p.name))
 
     def _forget(self, paths: list[Path]) -> None:
         for path in paths:
@@ -128,8 +151,16 @@ class Run:
             path.rmdir()
 
     def best_score(self) -> float:
-        best = self.saved("best")
-        return float(json.loads((best[-1] / checkpoint.META).read_text())["score"]) if best else -float("inf")
+        ranked = self._ranked()
+        return _score(ranked[-1]) if ranked else -math.inf
+
+
+def _score(path: Path) -> float:
+    """By which a checkpoint was chosen; one that cannot be read is worth less than any other."""
+    try:
+        return float(json.loads((path / checkpoint.META).read_text())["score"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return -math.inf
 
 
 def new_path(name: str, seed: int, root: Path = Path("runs")) -> Path:

@@ -8,17 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from bestiary.checkpoint import Checkpoint, NotSaved
 from bestiary.config import encode, kebab
-from bestiary.display import Screen, Silent, View
+from bestiary.display import Screen, Silent, View, count
 from bestiary.errors import UserError
-from bestiary.evaluation import evaluate_now
+from bestiary.evaluation import Beside, prepare
 from bestiary.experiment import Experiment
 from bestiary.extras import require
 from bestiary.logs import Recorder
 from bestiary.run import Run, new_path
-from bestiary.types import Progress, Snapshot
+from bestiary.types import Episode, Progress, Snapshot
+
+LITTLE = 2**30  # bytes of experience that are saved without being asked to
 
 
 class Interval:
@@ -92,6 +95,7 @@ class Session:
             require("wandb", "wandb")
         existing = Run(path)
         saved = existing.load(checkpoint) if existing.saved() or checkpoint else None
+        played = None if saved is None else existing.load_replay(checkpoint)
         if saved is not None and not saved.trainer:
             raise UserError("the best checkpoint holds weights only; continue from another with --checkpoint FRAMES")
         first = None if experiment.init is None or saved is not None else _learnt(experiment)
@@ -105,14 +109,15 @@ class Session:
             self.games = 0
             self.seconds = 0.0
             self.row_at = self.evaluated_at = 0  # frames
+            self.asked_at = 0  # frames when an evaluation was last begun beside training, or left out
+            self.beside: Beside | None = None
             if saved is not None:
-                self._load(saved.weights, saved.trainer)
+                self._load(saved.weights, saved.trainer, played)
         except BaseException:
             self.runtime.close()
             raise
         self.resumed_at = None if saved is None else self.runtime.frames
         self.log_every = experiment.log.every or max(1, experiment.frames // 1000)
-        self.best = self.run.best_score()
         self.saved_at, self.saved_frames = time.monotonic(), self.runtime.frames
         self.finished = False
 
@@ -131,15 +136,22 @@ class Session:
                     if self.stop():
                         break
                 if not self.stop() and self.runtime.frames >= self.experiment.frames:
+                    self._end_beside(self.stop)
                     self._evaluate()
                     self.finished = not self.stop()
+                self._end_beside()
                 self.save()
             except GeneratorExit:  # whoever iterates has seen enough
-                self.save()
+                try:
+                    self._end_beside()
+                finally:
+                    self.save()
             except Exception:
                 self._save_after_failure()
                 raise
             finally:
+                if self.beside is not None:  # interrupted for good
+                    self.beside.end()
                 self.runtime.close()
 
     # -- what each Progress sets off ---------------------------------------------------------------
@@ -163,8 +175,14 @@ class Session:
 
     def _keep(self, progress: Progress) -> None:
         plan = self.experiment
-        if plan.evaluation.every and progress.frames - self.evaluated_at >= plan.evaluation.every:
-            self._evaluate()
+        if self.beside is not None and not self.beside.playing:
+            self._end_beside()
+        since = progress.frames - max(self.evaluated_at, self.asked_at)
+        if plan.evaluation.every and since >= plan.evaluation.every:
+            if plan.evaluation.beside:
+                self._evaluate_beside()
+            else:
+                self._evaluate()
         for milestone in plan.checkpoint.milestones:
             if self.runtime.frames >= milestone and not self.run.has_milestone(milestone):
                 self.run.save_milestone(milestone, self.runtime.frames, self.runtime.weights(), self._state())
@@ -179,27 +197,55 @@ class Session:
             return
         self.screen.note(f"evaluating {plan.episodes} games ...")
         weights = self.runtime.weights()
-        games = evaluate_now(self.experiment, weights, self.runtime.device, self.runtime.threads, self.stop)
-        if len(games) < plan.episodes:
+        games = prepare(self.experiment, weights, self.runtime.device, self.runtime.threads)(self.stop)
+        self._enter(frames, weights, games)
+
+    def _evaluate_beside(self) -> None:
+        """Begin an evaluation that `_end_beside` enters, unless the last one still plays."""
+        frames, plan = self.runtime.frames, self.experiment.evaluation
+        self.asked_at = frames
+        if plan.episodes == 0:
+            return
+        if self.beside is not None:
+            last = count(self.beside.frames)
+            self.screen.note(f"evaluation at {count(frames)} frames left out: the one at {last} still plays")
+            return
+        self.screen.note(f"evaluating {plan.episodes} games beside training ...")
+        self.beside = Beside(self.experiment, frames, self.runtime.weights(), self.runtime.device)
+
+    def _end_beside(self, stop: Callable[[], bool] = lambda: True) -> None:
+        """Break off the evaluation beside training once told to; if all its games are played, it counts."""
+        if self.beside is not None:
+            self.beside.end(stop)
+            beside, self.beside = self.beside, None
+            self._enter(beside.frames, beside.weights, beside.games())
+
+    def _enter(self, frames: int, weights: dict[str, Tensor], games: list[Episode]) -> None:
+        """An evaluation of the weights at so many frames."""
+        if len(games) < self.experiment.evaluation.episodes:
             return  # told to stop
         self.evaluated_at = frames
         score = _mean([e.score for e in games])
         values = {"score": score, "score_std": float(np.std([e.score for e in games])), "games": len(games)}
         success = _mean([e.success for e in games if e.success is not None])
         self.recorder.evaluation(frames, values | {"game_steps": _mean([e.steps for e in games]), "success": success})
-        if score > self.best:
-            self.best = score
-            self.run.save_best(frames, score, weights)
+        self.run.save_best(frames, score, weights, self.experiment.checkpoint.best)
         self.screen.evaluated(frames, games)
 
     # -- saving -----------------------------------------------------------------------------------
 
     def save(self) -> None:
-        self.run.save(self.runtime.frames, self.runtime.weights(), self._state(), self.experiment.checkpoint.keep)
+        state = self._state()
+        played = state["runtime"].pop("replay", None)
+        self.run.save(self.runtime.frames, self.runtime.weights(), state, self.experiment.checkpoint.keep, played)
         self.saved_at, self.saved_frames = time.monotonic(), self.runtime.frames
 
     def _save_after_failure(self) -> None:
         """Nothing learnt may be lost; but the failure itself must be what the user sees."""
+        try:
+            self._end_beside()
+        except Exception as e:
+            self.screen.note(f"the evaluation beside training failed as well: {e}")
         try:
             state = self._state(at_rest=False)
             self.run.save(self.runtime.frames, self.runtime.weights(), state, self.experiment.checkpoint.keep)
@@ -207,8 +253,10 @@ class Session:
             self.screen.note(str(e))
 
     def _state(self, at_rest: bool = True) -> Snapshot:
+        wanted = self.experiment.checkpoint.replay
+        with_replay = self.runtime.replay.bytes <= LITTLE if wanted is None else wanted
         return {
-            "runtime": self.runtime.state_dict(at_rest),
+            "runtime": self.runtime.state_dict(at_rest, with_replay),
             "interval": self.interval.state_dict(),
             "recent": list(self.recent),
             "games": self.games,
@@ -217,9 +265,12 @@ class Session:
             "evaluated_at": self.evaluated_at,
         }
 
-    def _load(self, weights: Any, state: Snapshot) -> None:
+    def _load(self, weights: Any, state: Snapshot, played: Snapshot | None) -> None:
+        runtime = state["runtime"] if played is None else {**state["runtime"], "replay": played}
+        if "replay" not in runtime:
+            self.screen.note("what was played before was not saved: the replay fills anew before learning goes on")
         try:
-            self.runtime.load_state_dict(weights, state["runtime"])
+            self.runtime.load_state_dict(weights, runtime)
             self.interval.load_state_dict(state["interval"])
             self.recent.extend(state["recent"])
             self.games, self.seconds = state["games"], state["seconds"]

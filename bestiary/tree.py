@@ -38,6 +38,13 @@ def to_device(tree: Tree, device: torch.device) -> Tree:
     return map(lambda leaf: leaf.to(device, non_blocking=True), tree)
 
 
+def size(tree: Any) -> int:
+    """Bytes of all leaves."""
+    found: list[int] = []
+    map(lambda leaf: found.append(leaf.numel() * leaf.element_size()), tree)
+    return sum(found)
+
+
 def where(mask: Tensor, yes: Tree, no: Tree) -> Tree:
     """Choose per batch row: leaves are [B, ...], `mask` is [B]."""
     return map(lambda y, n: torch.where(mask.view(-1, *[1] * (y.dim() - 1)), y, n), yes, no)

@@ -119,6 +119,52 @@ def test_the_latest_checkpoints_are_kept_and_the_older_forgotten(tmp_path):
     assert [int(p.name) for p in run.saved()] == [10, 11]
 
 
+def best(run: Run) -> list[int]:
+    return [int(p.name) for p in run.saved("best")]
+
+
+def test_the_best_by_evaluation_are_kept_and_of_equals_the_newer(tmp_path):
+    run = run_with(tmp_path)
+    assert run.best_score() == -float("inf")
+    kept = []
+    for frames, score in {1: 5.0, 2: 1.0, 3: 4.0, 4: 0.5, 5: 4.0, 6: 7.0, 7: 4.0}.items():
+        run.save_best(frames, score, WEIGHTS, keep=3)
+        kept.append(best(run))
+    assert kept == [[1], [1, 2], [1, 2, 3], [1, 2, 3], [1, 3, 5], [1, 5, 6], [1, 6, 7]]
+    assert run.best_score() == 7.0
+    assert run.find("best").name == f"{6:012d}"  # not the last saved
+    run.save_best(8, 7.0, WEIGHTS, keep=3)
+    assert run.load("best").meta["frames"] == 8
+    run.save_best(9, -1.0, WEIGHTS, keep=1)
+    assert best(run) == [8]
+
+
+def test_a_score_that_is_not_a_number_is_never_the_best(tmp_path):
+    run = run_with(tmp_path)
+    run.save_best(1, float("nan"), WEIGHTS, keep=2)
+    assert best(run) == []
+
+
+def test_coming_by_the_same_frames_again_keeps_the_better_score(tmp_path):
+    """As a run does that goes on from an earlier checkpoint."""
+    run = run_with(tmp_path)
+    for score in (3.0, 2.0):
+        run.save_best(1, score, WEIGHTS, keep=2)
+        assert run.best_score() == 3.0
+    run.save_best(1, 4.0, WEIGHTS, keep=2)
+    assert (best(run), run.best_score()) == ([1], 4.0)
+
+
+def test_a_damaged_one_among_the_best_is_passed_over(tmp_path):
+    run = run_with(tmp_path)
+    for frames, score in ((1, 1.0), (2, 2.0)):
+        run.save_best(frames, score, WEIGHTS, keep=2)
+    (run.path / "best" / f"{2:012d}" / "meta.json").write_text("{")
+    assert run.load("best").meta["frames"] == 1
+    run.save_best(3, 0.0, WEIGHTS, keep=2)
+    assert best(run) == [1, 3]
+
+
 def test_a_write_cut_short_leaves_the_previous_checkpoint_whole(tmp_path, monkeypatch):
     run = run_with(tmp_path, 100)
 

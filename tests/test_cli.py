@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from bestiary import cli
-from bestiary.presets import PRESETS
+from bestiary.commands.train import read
+from bestiary.experiment import family
+from bestiary.presets import PRESETS, preset
 
 SMALL = ["--runtime.envs", "4", "--algo.batch-size", "4", "--runtime.threads", "1", "--plain"]
 
@@ -242,3 +244,15 @@ def test_no_secret_of_the_environment_is_written(tmp_path):
     subprocess.run([sys.executable, "-m", "bestiary", *args], env=env, check=True, capture_output=True)
     for file in (tmp_path / "r").rglob("*"):
         assert file.is_dir() or b"hunter2" not in file.read_bytes()
+
+
+@pytest.mark.parametrize("part", ["env", "algo", "core", "runtime"])
+def test_every_choice_can_be_made_by_its_name(part):
+    for name, cls in family(part).items():
+        if name != "gym":  # needs an id
+            assert type(getattr(read(["recall", f"{part}:{name}"]).experiment, part)) is cls
+
+
+def test_what_is_on_can_be_switched_off_without_naming_its_part():
+    assert preset("pong").env.life_loss
+    assert not read(["pong", "--env.no-life-loss"]).experiment.env.life_loss

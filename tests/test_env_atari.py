@@ -9,12 +9,13 @@ import pytest
 import torch
 from ale_py import Action
 from ale_py.vector_env import AtariVectorEnv
-from stories import Story, different_fields, random_actions, tell
+from stories import Story, different_fields, random_actions, tell, tell_on
 
 from bestiary.envs import Atari
 from bestiary.envs.atari import rom_name
 from bestiary.envs.world import World
 from bestiary.seeding import TRAIN, derive
+from bestiary.types import TimeStep
 
 SCORES = json.loads(files("bestiary.envs").joinpath("atari_scores.json").read_text())
 
@@ -195,6 +196,69 @@ def test_a_game_without_lives_is_one_life():
     assert -21 <= episode.score < -10
     assert not episode.truncated
     assert story.rows.is_terminal.sum() == 1
+
+
+# -- games of one life ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def single() -> Story:
+    return played(Atari("Breakout", one_life=True), 420, num_envs=2)
+
+
+def test_a_game_of_one_life_ends_with_it_and_the_next_has_all_lives_again(single: Story):
+    left = torch.tensor([state["lives"] for state in single.saved])  # [T+1, B]
+    ends = single.rows.is_terminal
+    assert ends[:-1].equal(single.rows.is_first[1:])
+    for slot in range(2):
+        assert len(spans(single, slot)) >= 5
+        for first, last, returns, score in spans(single, slot):
+            assert left[first:last, slot].tolist() == [5] * (last - first)
+            assert left[last, slot] == 4
+            assert returns == (score,) == (single.rows.reward[first + 1 : last + 1, slot].sum().item(),)
+    assert not any(e.truncated for ended in single.episodes for e in ended)
+
+
+def test_the_one_life_is_the_first_of_the_whole_game(single: Story, lives: Story):
+    for slot in range(2):
+        lost = int(lives.rows.is_terminal[:, slot].nonzero()[0])
+        assert single.rows.obs[: lost + 1, slot].equal(lives.rows.obs[: lost + 1, slot])
+        assert spans(single, slot)[0][1] == lost
+        assert single.told(slot)[0][1].score == spans(lives, slot)[0][2][0]
+
+
+def test_with_one_life_it_does_not_matter_whether_a_lost_life_is_an_end_for_the_learner(single: Story):
+    either = played(Atari("Breakout", one_life=True, life_loss=False), 420, num_envs=2)
+    assert different_fields(either.rows, single.rows) == []
+    assert either.episodes == single.episodes
+
+
+def test_a_game_without_lives_is_the_same_with_one():
+    whole, one = (played(Atari("Pong", one_life=x, time_limit_frames=120), 80) for x in (False, True))
+    assert different_fields(whole.rows, one.rows) == []
+
+
+@pytest.mark.parametrize("sticky", [0.0, 0.25])
+def test_games_of_one_life_continue_exactly_wherever_they_were_saved(sticky: float, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("bestiary.envs.atari.GAMES_PER_SEED", 2)  # so that a new seed is seen as well
+    env = Atari("Breakout", one_life=True, sticky=sticky)
+    story = played(env, 130, num_envs=2)
+    at = spans(story, 0)[1][1]  # the row that ends the second game
+    for t in (at - 1, at, at + 1):
+        with closing(make(env, 2)) as world:
+            world.load_state_dict(story.saved[t])
+            rest = tell_on(world, story.action[t : t + 40])
+        assert different_fields(rest.rows, TimeStep(*(x[t + 1 : t + 41] for x in story.rows))) == []
+        assert rest.episodes == story.episodes[t + 1 : t + 41]
+
+
+def test_a_life_lost_as_time_runs_out_is_an_end_and_no_cut(single: Story):
+    last = spans(single, 0)[0][1]
+    cut = played(Atari("Breakout", one_life=True, time_limit_frames=4 * last), 200, num_envs=2)
+    row, episode = cut.told(0)[0]
+    assert (row, episode.steps, episode.truncated) == (last + 1, last, False)
+    assert cut.rows.is_terminal[last, 0]
+    assert cut.rows.obs[last + 1, 0].equal(single.rows.obs[last + 1, 0])  # the next game, and not the one after it
 
 
 # -- time limits ------------------------------------------------------------------------------------------------

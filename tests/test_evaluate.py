@@ -16,12 +16,14 @@ from bestiary.commands.eval import print_report
 from bestiary.cores import Lstm
 from bestiary.display import Lines
 from bestiary.envs import Atari, Catch, TMaze
-from bestiary.evaluation import human_normalised, play, reference_scores
-from bestiary.experiment import Evaluation, Experiment
+from bestiary.evaluation import Slips, human_normalised, play, reference_scores
+from bestiary.experiment import Evaluation, Experiment, family
 from bestiary.extras import MissingExtra, require
+from bestiary.nets import Net
 from bestiary.presets import preset
 from bestiary.runtime import Local
-from bestiary.seeding import EVAL
+from bestiary.seeding import EVAL, TRAIN
+from bestiary.types import TimeStep
 
 
 class Still(Agent):
@@ -76,6 +78,60 @@ def test_positive_only_gives_up_in_a_sentence():
 
 def test_a_stopped_evaluation_returns_what_it_has():
     assert play(Still(), Catch().make(2, 0, EVAL, 1), 4, "greedy", torch.Generator(), stop=lambda: True) == []
+
+
+@pytest.mark.parametrize("epsilon", [0.25, 1.0])
+def test_with_epsilon_some_actions_are_at_random_and_all_are_as_likely(epsilon):
+    agent, n = Slips(Still(), epsilon, 4), 40_000
+    nothing = torch.zeros(n)
+    step = TimeStep(nothing, nothing.long(), nothing, nothing.bool(), nothing.bool())
+    action, _, state = agent.act(step, agent.initial_state(n), None, torch.Generator().manual_seed(0))
+    shares = torch.bincount(action, minlength=4) / n
+    at_random = epsilon / 4
+    torch.testing.assert_close(shares[[0, 2, 3]], torch.full((3,), at_random), atol=0.01, rtol=0)
+    assert shares[1] == pytest.approx(1 - 3 * at_random, abs=0.01)  # what it means to do, or by chance
+    assert (state[0] == 1).all()  # memory goes on underneath
+
+
+@pytest.mark.parametrize("name", family("algo"))
+def test_epsilon_reaches_every_kind_of_agent_and_draws_only_from_its_own_stream(name):
+    spec = Catch().make(1, 0, EVAL, 1).spec
+    agent = family("algo")[name]().agent(spec, Net(), Lstm(hidden=4))
+
+    def scores(epsilon):
+        world, rng = Catch().make(4, 0, EVAL, 1), torch.Generator().manual_seed(0)
+        return [e.score for e in play(agent, world, 40, "greedy", rng, epsilon=epsilon)]
+
+    before = torch.get_rng_state()
+    assert scores(0.5) == scores(0.5) != scores(0.0)
+    assert torch.get_rng_state().equal(before)
+
+
+def test_epsilon_is_part_of_the_protocol(run, capsys):
+    assert main(["eval", str(run.path), "--episodes", "4", "--threads", "1", "--epsilon", "0.5"]) == 0
+    assert "an action is at random with a chance of 0.5" in capsys.readouterr().out
+    (told,) = run.path.glob("eval-*-1x4-seed0-epsilon0.5.json")
+    assert json.loads(told.read_text())["protocol"]["epsilon"] == 0.5
+    plain = bestiary.evaluate(run, 4, threads=1)
+    assert plain["protocol"]["epsilon"] == 0
+    assert plain["file"].endswith("-1x4-seed0.json")
+    with pytest.raises(ValueError, match=r"^epsilon=1.5 must lie in \[0, 1\]"):
+        bestiary.evaluate(run, 4, epsilon=1.5)
+    with pytest.raises(ValueError, match=r"evaluation.epsilon=-0.1 must lie in \[0, 1\]"):
+        Evaluation(epsilon=-0.1)
+
+
+def test_epsilon_holds_for_evaluations_during_training(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(
+        "bestiary.evaluation.play", lambda *args, **options: asked.append(options["epsilon"]) or play(*args, **options)
+    )
+    base = preset("catch")
+    plan = Evaluation(every=400, episodes=2, epsilon=0.25)
+    small = replace(base, algo=replace(base.algo, batch_size=4), runtime=Local(envs=4, threads=1))
+    bestiary.train(replace(small, frames=1_000, evaluation=plan), tmp_path / "run")
+    assert len(asked) > 1
+    assert set(asked) == {0.25}
 
 
 def test_the_same_evaluation_twice_gives_the_same_scores(run):
@@ -202,21 +258,57 @@ def test_human_normalised_scores_follow_the_published_tables():
     assert medians["impala_deep"] == pytest.approx(1.9182, abs=5e-5)
 
 
-def test_an_atari_evaluation_reports_games_lives_and_human_normalised_scores(tmp_path):
+def tiny_atari(**env) -> Experiment:
     base = preset("pong")
-    experiment: Experiment = replace(
+    return replace(
         base,
-        env=Atari(game="Breakout", time_limit_frames=600),
+        env=Atari(game="Breakout", time_limit_frames=600, **env),
         algo=replace(base.algo, unroll=5, batch_size=2),
         runtime=Local(envs=2, threads=1),
         frames=80,
         evaluation=Evaluation(episodes=0),
     )
-    run = bestiary.train(experiment, tmp_path / "run")
+
+
+def test_an_atari_evaluation_reports_games_lives_and_human_normalised_scores(tmp_path):
+    run = bestiary.train(tiny_atari(), tmp_path / "run")
     result = bestiary.evaluate(run, 2, modes=("sampled",), threads=1)["sampled"]
     assert result["life"]["n"] >= result["game"]["n"] == 2
     assert result["life"]["mean"] * result["life"]["n"] == pytest.approx(result["game"]["mean"] * 2)
     assert result["human_normalised"] == pytest.approx((result["game"]["mean"] - 1.7) / (30.5 - 1.7))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_run_can_be_played_with_one_life_or_with_all(trained, tmp_path):
+    run = bestiary.train(tiny_atari(one_life=trained), tmp_path / "run")
+    command = ["eval", str(run.path), "--episodes", "2", "--mode", "sampled", "--threads", "1"]
+    lives = {}
+    for flags, name in (([], "eval-*-sampled.json"), ([f"--env.{'no-' * trained}one-life"], "eval-*-one_life-*.json")):
+        assert main(command + flags) == 0
+        (file,) = run.path.glob(name)
+        told = json.loads(file.read_text())
+        lives[told["protocol"]["env"]["one_life"]] = told["sampled"]["life"]["n"]
+        assert ("human_normalised" in told["sampled"]) == (not told["protocol"]["env"]["one_life"])
+    assert lives[True] == 2 < lives[False]
+
+
+@pytest.mark.parametrize(("lives", "trained", "one"), [
+    ("as trained", False, False), ("as trained", True, True), ("all", True, False), ("one", False, True),
+])  # fmt: skip
+def test_evaluations_during_training_say_how_many_lives_they_play(lives, trained, one, monkeypatch, tmp_path):
+    asked = []
+    make = Atari.make
+    monkeypatch.setattr(Atari, "make", lambda self, *args: asked.append((args[2], self.one_life)) or make(self, *args))
+    experiment = replace(tiny_atari(one_life=trained), evaluation=Evaluation(episodes=1, lives=lives))
+    run = bestiary.train(experiment, tmp_path / "run")
+    assert asked == [(TRAIN, trained), (EVAL, one)]
+    assert (run.path / "evaluations.csv").read_text().count("\n") == 2
+
+
+def test_lives_are_refused_where_there_are_none():
+    with pytest.raises(ValueError, match=r"evaluation.lives='one' is for Atari games.* env:catch") as refusal:
+        Experiment(evaluation=Evaluation(lives="one"))
+    assert "\n" not in str(refusal.value)
 
 
 def test_a_missing_extra_is_named_with_its_install_line():

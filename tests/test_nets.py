@@ -408,7 +408,9 @@ def test_a_stack_of_no_frames_is_refused(size):
         Net(frame_stack=size)
 
 
-@pytest.mark.parametrize("encoder", [Shallow(hidden_size=0), Resnet(num_layers=-1), Mlp(hidden_size=-3), Mlp(num_layers=0)], ids=str)
+@pytest.mark.parametrize(
+    "encoder", [Shallow(hidden_size=0), Resnet(num_layers=-1), Mlp(hidden_size=-3), Mlp(num_layers=0)], ids=str
+)
 def test_an_encoder_of_no_size_is_refused(encoder):
     with pytest.raises(ValueError, match=r"net\.encoder needs hidden-size >= 1 and num-layers >= [01], not"):
         Net(encoder=encoder)

@@ -764,12 +764,12 @@ def test_acting_and_learning_overlap_at_the_ratio_and_go_on_with_what_was_played
         if progress.frames > 400:
             assert 0 <= ahead <= 0.1 * 4 * 28
     assert updates > 80
-    saved = Run(tmp_path / "run").load().trainer["runtime"]
+    saved = Run(tmp_path / "run").load_replay()
     longer = Session(replace(experiment, frames=2_000), tmp_path / "run", Silent())
     replay: Any = longer.runtime.replay
     explorer = longer.runtime.explorer
     for part, name in ((replay.ring, "newest"), (replay.meter, "moves"), (replay.meter, "batches")):
-        assert getattr(part, name) == saved["replay"][name]
+        assert getattr(part, name) == saved[name]
     assert replay.ring.newest >= 350
     if isinstance(explorer, Novelty):
         assert explorer.counts.sum() >= 1_400

@@ -6,8 +6,10 @@ import json
 import resource
 import shutil
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -15,8 +17,9 @@ import pytest
 import torch
 
 import bestiary
+from bestiary import checkpoint, evaluation
 from bestiary.cores import DeltaNet, Gpt, Lstm
-from bestiary.display import Silent
+from bestiary.display import Lines, Silent
 from bestiary.envs import Atari, Catch, Gym, Recall, TMaze
 from bestiary.experiment import Checkpoints, Evaluation, Experiment, Logs, family
 from bestiary.nets import Net, Shallow
@@ -24,6 +27,7 @@ from bestiary.presets import preset
 from bestiary.run import Run
 from bestiary.runtime import Local, Overlap
 from bestiary.training import Session
+from bestiary.types import Episode
 
 TINY_ATARI = Experiment(
     env=Atari(game="Breakout"),
@@ -222,13 +226,221 @@ def test_the_best_checkpoint_is_chosen_by_evaluation(tmp_path):
     scores = [float(r["score"]) for r in rows(run, "evaluations.csv")]
     assert len(scores) >= 5
     assert run.best_score() == pytest.approx(max(scores))
-    assert run.load("best").meta["frames"] == int(rows(run, "evaluations.csv")[int(np.argmax(scores))]["frames"])
+    newest_first = rows(run, "evaluations.csv")[::-1]
+    assert run.load("best").meta["frames"] == int(newest_first[int(np.argmax(scores[::-1]))]["frames"])
 
 
-def test_evaluation_never_touches_the_training_stream(tmp_path):
-    plain = bestiary.train(tiny(), tmp_path / "plain")
-    evaluated = bestiary.train(tiny(evaluation=Evaluation(every=300, episodes=5)), tmp_path / "evaluated")
-    assert same(weights(plain), weights(evaluated))
+def test_several_of_the_best_are_kept(tmp_path):
+    experiment = tiny(evaluation=Evaluation(every=300, episodes=12), checkpoint=Checkpoints(best=3))
+    run = bestiary.train(experiment, tmp_path / "run")
+    scored = [(float(r["score"]), int(r["frames"])) for r in rows(run, "evaluations.csv")]
+    assert len(scored) > 5
+    assert [int(p.name) for p in run.saved("best")] == sorted(frames for _, frames in sorted(scored)[-3:])
+    assert run.load("best").meta["frames"] == max(scored)[1]
+    with pytest.raises(ValueError, match=r"checkpoint.best=0 must be at least 1"):
+        Checkpoints(best=0)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_evaluation_never_touches_the_training_stream(beside, tmp_path):
+    dropout = DeltaNet(width=8, heads=2, layers=1, feedforward=8, dropout=0.3)
+    for core in (Lstm(hidden=8), dropout):  # one draws random numbers while it learns
+        experiment = tiny(core=core, frames=1_500)
+        plain = bestiary.train(experiment, tmp_path / f"{core} plain")
+        often = Evaluation(every=300, episodes=5, epsilon=0.3, beside=beside)
+        evaluated = bestiary.train(replace(experiment, evaluation=often), tmp_path / f"{core} evaluated")
+        assert len(rows(evaluated, "evaluations.csv")) > 1
+        assert same(weights(plain), weights(evaluated))
+        assert rows(plain) == rows(evaluated)
+
+
+# -- evaluation beside training ----------------------------------------------------------------------------------
+
+
+BESIDE = tiny(evaluation=Evaluation(every=500, episodes=12, beside=True), checkpoint=Checkpoints(best=9))
+
+
+class Notes(Silent):
+    """Remembers what it was told, and by whom."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.told: list[tuple[int, str]] = []
+
+    def note(self, text):
+        self.notes.append(text)
+
+    def evaluated(self, frames, games):
+        self.told.append((frames, threading.current_thread().name))
+
+
+def evaluating() -> bool:
+    return any(t.name == "evaluation" for t in threading.enumerate())
+
+
+def play_slowly(monkeypatch, until) -> None:
+    """Games beside training last until something has happened, or until they are told to stop."""
+    really = evaluation.play
+
+    def play(*args, stop, **options):
+        if threading.current_thread().name == "evaluation":
+            assert wait_for(lambda: until() or stop())
+        return really(*args, stop=stop, **options)
+
+    monkeypatch.setattr(evaluation, "play", play)
+
+
+def wait_for(what, seconds=60) -> bool:
+    for _ in range(500 * seconds):
+        if what():
+            return True
+        time.sleep(0.002)
+    return False
+
+
+def test_an_evaluation_beside_training_is_of_the_weights_it_began_with(tmp_path, monkeypatch):
+    still = replace(BESIDE, evaluation=replace(BESIDE.evaluation, beside=False))
+    waited = bestiary.train(still, tmp_path / "waited")
+    go = threading.Semaphore(0)
+    play_slowly(monkeypatch, lambda: go.acquire(blocking=False) or session.runtime.frames >= BESIDE.frames)
+    session = Session(BESIDE, tmp_path / "beside", screen := Notes())
+    for progress in session:
+        if session.beside is not None and progress.frames >= session.beside.frames + 200:
+            go.release()
+            assert wait_for(lambda: not session.beside.playing)
+    assert rows(session.run, "evaluations.csv") == rows(waited, "evaluations.csv")
+    assert len(screen.told) > 4
+    assert {name for _, name in screen.told} == {threading.current_thread().name}
+    kept = [[checkpoint.load(path) for path in run.saved("best")] for run in (session.run, waited)]
+    assert len(kept[0]) > 4
+    assert all(same(a.weights, b.weights) and a.meta["score"] == b.meta["score"] for a, b in zip(*kept, strict=True))
+    assert not evaluating()
+
+
+def test_what_is_due_while_the_last_still_plays_is_left_out_and_the_end_waits_for_it(tmp_path, monkeypatch):
+    ended = False
+    play_slowly(monkeypatch, lambda: ended)
+    session = Session(BESIDE, tmp_path / "run", screen := Notes())
+    for progress in session:
+        ended = progress.frames >= BESIDE.frames
+    frames = [int(r["frames"]) for r in rows(session.run, "evaluations.csv")]
+    assert frames == [frames[0], session.runtime.frames] == [f for f, _ in screen.told]
+    assert 500 <= frames[0] < 600
+    left_out = [text for text in screen.notes if "left out" in text]
+    assert len(left_out) >= 4
+    assert left_out[0].endswith(f"left out: the one at {frames[0]} still plays")
+    assert session.finished
+
+
+def test_stopping_breaks_off_an_evaluation_beside_training_and_a_resume_makes_up_for_it(tmp_path, monkeypatch):
+    play_slowly(monkeypatch, lambda: False)
+    session = Session(BESIDE, tmp_path / "run", Silent(), lambda: session.runtime.frames > 900)
+    for _ in session:
+        begun = session.beside is not None
+    assert begun and not evaluating() and not session.finished
+    assert rows(session.run, "evaluations.csv") == []
+    monkeypatch.undo()
+    frames = [int(r["frames"]) for r in rows(bestiary.train(BESIDE, tmp_path / "run"), "evaluations.csv")]
+    assert 900 < frames[0] < 1_000
+
+
+def test_stopping_while_the_end_waits_for_an_evaluation_does_not_hang(tmp_path, monkeypatch):
+    play_slowly(monkeypatch, lambda: False)
+    asked = 0
+
+    def stop():
+        nonlocal asked
+        asked += session.runtime.frames >= BESIDE.frames
+        return asked > 5
+
+    session = Session(BESIDE, tmp_path / "run", Silent(), stop)
+    for _ in session:
+        pass
+    assert not evaluating() and not session.finished
+    assert rows(session.run, "evaluations.csv") == []
+
+
+def test_leaving_the_loop_keeps_an_evaluation_that_was_played_to_its_end(tmp_path):
+    session = Session(BESIDE, tmp_path / "run", Silent())
+    for _ in session:
+        if session.beside is not None:
+            assert wait_for(lambda: not session.beside.playing)
+            break
+    gc.collect()
+    assert [int(r["frames"]) for r in rows(session.run, "evaluations.csv")] == [session.runtime.frames]
+    assert session.run.load().meta["frames"] == session.runtime.frames == session.run.load("best").meta["frames"]
+
+
+@pytest.mark.parametrize(
+    ("runtime", "whole"),
+    [(Local(envs=2, threads=1), True), (Local(envs=2, threads=1), False), (Overlap(envs=2, threads=1), False)],
+)
+def test_when_training_fails_its_evaluation_is_kept_if_whole_and_else_broken_off(runtime, whole, tmp_path, monkeypatch):
+    def play(*_, stop, **__):
+        return [Episode(0, 1.0, 1, 1, (1.0,), False)] * 3 if whole or not wait_for(stop) else []
+
+    monkeypatch.setattr(evaluation, "play", play)
+    plan = Evaluation(every=190 if whole else 100, episodes=3, beside=True)  # begun at the last rows before it fails
+    experiment = tiny(Gym("test/Explodes-v0"), net=Net(), runtime=runtime, evaluation=plan)
+    with pytest.raises(ZeroDivisionError, match="own mistake"):
+        bestiary.train(experiment, tmp_path / "run")
+    assert not evaluating()
+    run = Run(tmp_path / "run")
+    assert run.load().meta["frames"] > 100
+    assert len(rows(run, "evaluations.csv")) == whole
+
+
+def test_a_mistake_in_an_evaluation_beside_training_is_raised_where_training_is(tmp_path, monkeypatch):
+    def games_with_a_mistake(*_, **__):
+        raise ZeroDivisionError("the games' own mistake")
+
+    monkeypatch.setattr(evaluation, "play", games_with_a_mistake)
+    with pytest.raises(ZeroDivisionError, match="own mistake") as told:
+        bestiary.train(BESIDE, tmp_path / "run")
+    assert "games_with_a_mistake" in [entry.name for entry in told.traceback]
+    assert 500 <= Run(tmp_path / "run").load().meta["frames"] < BESIDE.frames
+    assert not evaluating()
+
+
+def test_networks_for_an_evaluation_are_built_where_training_is_and_leave_its_stream_alone(monkeypatch):
+    """Another thread would draw their first weights between the random numbers of training."""
+    builders = []
+    really = evaluation.build_agent
+    monkeypatch.setattr(
+        evaluation, "build_agent", lambda *args: builders.append(threading.current_thread()) or really(*args)
+    )
+    runtime = BESIDE.runtime.start(BESIDE)
+    before = torch.get_rng_state()
+    beside = evaluation.Beside(BESIDE, 0, runtime.weights(), runtime.device)
+    beside.end(lambda: False)
+    runtime.close()
+    assert len(beside.games()) == 12
+    assert builders == [threading.current_thread()]
+    assert torch.get_rng_state().equal(before)
+
+
+def test_an_evaluation_beside_training_leaves_it_its_threads():
+    runtime = BESIDE.runtime.start(BESIDE)
+    told = []
+
+    def training():  # in a thread of its own, which has not been asked for its number before
+        torch.set_num_threads(2)
+        evaluation.Beside(BESIDE, 0, runtime.weights(), runtime.device).end()
+        told.append(torch.get_num_threads())
+
+    thread = threading.Thread(target=training)
+    thread.start()
+    thread.join()
+    runtime.close()
+    assert told == [2]
+
+
+def test_acting_learning_and_evaluating_all_at_once(tmp_path):
+    experiment = replace(BESIDE, runtime=Overlap(envs=6, threads=1))
+    run = bestiary.train(experiment, tmp_path / "run")
+    frames = [int(r["frames"]) for r in rows(run, "evaluations.csv")]
+    assert len(frames) > 1
+    assert frames == sorted(set(frames))
 
 
 def test_a_run_directory_explains_itself(tmp_path):
@@ -349,3 +561,39 @@ def test_a_beginning_that_does_not_fit_is_refused_before_anything_is_written(tmp
         with pytest.raises(ValueError, match=match):
             bestiary.train(wrong, tmp_path / "second")
         assert not (tmp_path / "second").exists()
+
+
+@pytest.mark.parametrize("kept", [None, True, False])
+def test_what_was_played_is_saved_with_the_latest_checkpoint_if_asked_or_if_it_is_little(kept, tmp_path, capsys):
+    algo = family("algo")["dqn"](**OFF_POLICY)
+    often = Checkpoints(frames=500, keep=3, replay=kept)
+    run = bestiary.train(tiny(algo=algo, checkpoint=often, frames=2_000), tmp_path / "run")
+    files = [(path / "replay.pt").exists() for path in run.saved()]
+    assert files == [False, False, kept is not False]
+    longer = Session(tiny(algo=algo, checkpoint=often, frames=3_000), run.path, Lines())
+    replay: Any = longer.runtime.replay
+    told = capsys.readouterr().out
+    if kept is False:
+        assert "the replay fills anew" in told
+        assert replay.meter.moves == 0
+    else:
+        assert "the replay fills anew" not in told
+        assert replay.meter.moves > 1_000
+    for _ in longer:
+        pass
+    assert longer.finished
+
+
+def test_a_damaged_replay_is_refused(tmp_path):
+    run = bestiary.train(tiny(algo=family("algo")["dqn"](**OFF_POLICY), frames=1_000), tmp_path / "run")
+    file = run.saved()[-1] / "replay.pt"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(ValueError, match="damaged or truncated"):
+        bestiary.train(tiny(algo=family("algo")["dqn"](**OFF_POLICY), frames=2_000), run.path)
+    assert bestiary.evaluate(run, 4, threads=1)["greedy"]["game"]["n"] == 4  # needs no replay
+
+
+def test_a_large_replay_is_not_saved_unasked(tmp_path, monkeypatch):
+    monkeypatch.setattr("bestiary.training.LITTLE", 1_000)
+    run = bestiary.train(tiny(algo=family("algo")["dqn"](**OFF_POLICY), frames=1_000), tmp_path / "run")
+    assert not (run.saved()[-1] / "replay.pt").exists()

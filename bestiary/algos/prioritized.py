@@ -143,7 +143,7 @@ class PriorityLearner(QLearner):
         """How far values, and memory after the burn-in, are from those the actor had at the same row."""
         mine, theirs = (q if self.agent.legal is None else q[:, self.agent.legal] for q in (j.first, acted))
         told = {"q_discrepancy": apart([mine], [theirs]) * theirs.norm() / theirs.amax(-1).norm().clamp(min=1e-6)}
-        if reached:
+        if any(leaf.is_floating_point() for leaf in reached):
             told["state_discrepancy"] = apart(j.state, reached)
         return told
 

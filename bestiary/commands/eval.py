@@ -8,7 +8,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from bestiary.commands.parse import load_plugins, parse
+from bestiary.commands.parse import check_parts, load_plugins, parse
 from bestiary.envs import EnvConfig
 from bestiary.envs.base import References
 from bestiary.errors import UserError
@@ -33,6 +33,8 @@ class Eval:
     """games played at once"""
     seed: int = 0
     """of the evaluation; never one of training's"""
+    epsilon: float = 0.0
+    """chance that an action is replaced by one at random"""
     device: str = "auto"
     threads: int | None = None
     env: EnvConfig | None = None
@@ -55,7 +57,7 @@ def read(args: list[str]) -> Eval:
     if elsewhere and not runs:
         raise UserError("--env.* plays a run elsewhere than it was trained: none of the words is a run directory")
     default = Eval(runs[0], env=Run(runs[0]).experiment().env) if runs else None
-    return parse(Eval, args, "bestiary eval", default)
+    return parse(Eval, check_parts(args), "bestiary eval", default)
 
 
 def print_report(result: dict[str, Any], modes: tuple[Mode, ...]) -> None:
@@ -75,6 +77,8 @@ def print_report(result: dict[str, Any], modes: tuple[Mode, ...]) -> None:
     console.print(table)
     if result["elsewhere"]:
         console.print("not as in training: " + ", ".join(result["elsewhere"]))
+    if result["protocol"]["epsilon"]:
+        console.print(f"an action is at random with a chance of {result['protocol']['epsilon']:g}")
     if "references" in result:
         console.print(str(References(**result["references"])))
     for mode in modes:

@@ -1,6 +1,7 @@
 """From words to experiments: tyro on the dataclasses, with suggestions for what it does not know."""
 
 import importlib.metadata
+import re
 import sys
 import typing
 from typing import Annotated, Any, TypeVar
@@ -34,8 +35,17 @@ def check_parts(args: list[str]) -> list[str]:
                 raise UserError(f"there is no {head} {choice!r}: {did_you_mean(choice, family(head))}")
             if len(family(head)) == 1:
                 continue
+            word = f"{head}:{hyphenated(family(head)[choice])}"
+        elif re.fullmatch(rf"--({'|'.join(FAMILIES)})\..*\bno-[a-z-]+", word):
+            # tyro knows --env.no-one-life only once another flag, such as --env.one-life, has named the environment
+            kept.append(word.replace(".no-", ".", 1))
         kept.append(word)
     return kept
+
+
+def hyphenated(cls: type) -> str:
+    """tyro's name for a choice: TMaze, which is tmaze everywhere else, is t-maze there."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<!^)(?=[A-Z][a-z])", "-", cls.__name__).lower()
 
 
 def flags(cls: type, prefix: str = "") -> list[str]:

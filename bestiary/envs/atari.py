@@ -38,8 +38,21 @@ def camel_case(rom: str) -> str:
     return "".join(word.capitalize() for word in rom.split("_"))
 
 
+def own_actions(rom: str) -> tuple[bool, ...]:
+    """Which of all 18 actions do something in this game."""
+    from ale_py import ALEInterface, LoggerMode, roms
+
+    ALEInterface.setLoggerMode(LoggerMode.Error)
+    ale = ALEInterface()
+    ale.loadROM(str(roms.get_rom_path(rom)))
+    own = set(ale.getMinimalActionSet())
+    return tuple(action in own for action in ale.getLegalActionSet())
+
+
 class AtariWorld(World):
     """Games run on, whatever ends for the learner: a lost life is terminal, and only a new game is_first.
+
+    Games of one life are the exception: the first lost life ends them, and the whole game starts anew.
 
     A running game is its seed, its place among the games since that seed, and the actions since it began:
     that is what a checkpoint keeps, and it makes resuming exact although the emulators cannot be saved.
@@ -64,15 +77,19 @@ class AtariWorld(World):
             max_num_frames_per_episode=cfg.time_limit_frames,
         )
         actions = int(self.env.single_action_space.n)  # type: ignore[attr-defined]
-        super().__init__(Spec(camel_case(rom), (1, 84, 84), torch.uint8, actions, cfg.frame_skip), num_envs)
+        legal = own_actions(rom) if cfg.full_actions else None
+        super().__init__(
+            Spec(camel_case(rom), (1, 84, 84), torch.uint8, actions, cfg.frame_skip, legal=legal), num_envs
+        )
         self.address = (seed, stream)
         self.wants_noops = cfg.noop_max > 0
-        self.life_loss = cfg.life_loss
+        self.life_loss, self.one_life = cfg.life_loss, cfg.one_life
         # sticky actions draw from the same generator while they play, so there every game needs a seed
         self.games_per_seed = 1 if cfg.sticky else GAMES_PER_SEED
         self._game = np.zeros(num_envs, np.int64)
         self._journal = [bytearray() for _ in range(num_envs)]
         self._clock = np.zeros(num_envs, np.int64)
+        self._over = np.zeros(num_envs, bool)  # for us, while the emulator would play on
 
     def _seeds(self, mask: NDArray[np.bool_]) -> NDArray[np.int64]:
         blocks = self._game // self.games_per_seed
@@ -99,6 +116,7 @@ class AtariWorld(World):
     def _start(self) -> Raw:
         everyone = np.ones(self.num_envs, bool)
         self._game[:] = 0
+        self._over[:] = False
         obs, info = self._open_games(everyone, *self.env.reset(seed=0))
         for journal in self._journal:
             journal.clear()
@@ -107,7 +125,10 @@ class AtariWorld(World):
 
     def _advance(self, action: NDArray[np.int64]) -> Raw:
         obs, reward, terminated, truncated, info = self.env.step(action)
-        is_first = info["episode_frame_number"] < self._clock  # restarts with a game, never with a life
+        # the clock restarts with a game, never with a life
+        is_first = self._over | (info["episode_frame_number"] < self._clock)
+        if self._over.any():  # ale-py starts the others itself; what these have just played nobody sees
+            obs, info = self._reset(self._over, seeded=False)
         for slot, chosen in enumerate(action.tolist()):
             self._journal[slot].append(chosen)
         if is_first.any():
@@ -116,20 +137,27 @@ class AtariWorld(World):
             for slot in np.flatnonzero(is_first):
                 self._journal[slot].clear()
         self._clock = info["episode_frame_number"].copy()
-        if self.life_loss:  # the counter is the truth: ale-py's own flag misses the step to zero where play goes on
+        if self.life_loss or self.one_life:
+            # the counter is the truth: ale-py's own flag misses the step to zero where play goes on
             assert self._lives is not None
-            terminated = terminated | (info["lives"] < self._lives)
+            lost = ~is_first & (info["lives"] < self._lives)
+            if self.one_life:
+                self._over = lost & ~terminated & ~truncated
+                truncated = truncated & ~lost
+            terminated = terminated | lost
         return Raw(obs, reward, terminated, truncated, is_first, info["lives"])
 
     def _save(self) -> Snapshot:
         return {
             "game": self._game.tolist(),
+            "over": self._over.tolist(),
             "journal": [torch.frombuffer(bytearray(j), dtype=torch.uint8) if j else None for j in self._journal],
         }
 
     def _restore(self, state: Snapshot) -> None:
         """Play every running game again from its seed; the short ones start late so that all end together."""
         self._game = np.array(state["game"], np.int64)
+        self._over = np.array(state.get("over", [False] * self.num_envs))  # not in checkpoints of 0.1
         self._journal = [bytearray() if j is None else bytearray(j.numpy().tobytes()) for j in state["journal"]]
         lengths = np.array([len(j) for j in self._journal])
         longest = int(lengths.max())
@@ -158,6 +186,8 @@ class Atari:
     """Pong, PongNoFrameskip-v4 and ALE/Pong-v5 all work"""
     life_loss: bool = True
     """for the learner a lost life is an end; the game and the memory go on"""
+    one_life: bool = False
+    """the game ends with the first life lost"""
     sticky: float = 0.0
     """probability that the previous action is repeated (Machado et al. 2018: 0.25)"""
     full_actions: bool = False

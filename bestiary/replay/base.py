@@ -20,6 +20,11 @@ class Replay(Protocol):
         """Producers should wait: what they add now would only grow old."""
         ...
 
+    @property
+    def bytes(self) -> int:
+        """How much of experience it holds."""
+        ...
+
     def metrics(self) -> dict[str, float]:
         """What a log should tell of it."""
         ...

@@ -55,6 +55,10 @@ class FifoReplay:
     def full(self) -> bool:
         return self.size >= self.cfg.capacity
 
+    @property
+    def bytes(self) -> int:
+        return tree.size(list(self.waiting))
+
     def metrics(self) -> dict[str, float]:
         return {}
 

@@ -8,14 +8,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bestiary import tree
 from bestiary.errors import UserError
 from bestiary.machine import check_memory
 from bestiary.ops.priorities import importance
-from bestiary.replay.ring import Meter, Ring, bytes_needed, bytes_of
+from bestiary.replay.ring import Meter, Ring, bytes_needed
 from bestiary.replay.sum_tree import SumTree
 from bestiary.seeding import REPLAY, derive
 from bestiary.types import Batch, Snapshot, Spec, State, Trajectory
-
 
 LITTLE = 2**30  # bytes nobody minds
 
@@ -117,6 +117,10 @@ class PrioritizedReplay:
         # while nothing can be drawn, waiting would be for ever
         return self.meter.behind and not self._is_empty()
 
+    @property
+    def bytes(self) -> int:
+        return self.ring.bytes
+
     def metrics(self) -> dict[str, float]:
         """replay_ratio: moves trained per move played."""
         batches, moves = self.meter.batches, max(1, self.meter.moves)
@@ -213,6 +217,6 @@ class Prioritized:
             aux = 4 * spec.num_actions  # values of actions are kept with each row
             if stored is None:
                 rows = bytes_needed(self.capacity, spec, aux, (), every)
-                stored = bytes_of(state) * (self.capacity // every) <= max(rows, LITTLE)
+                stored = tree.size(state) * (self.capacity // every) <= max(rows, LITTLE)
             check_memory(bytes_needed(self.capacity, spec, aux, state if stored else (), every), self.capacity)
         return PrioritizedReplay(replace(self, stored_state=bool(stored)), seed)

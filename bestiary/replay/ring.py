@@ -82,6 +82,12 @@ class Ring:
         at, column = torch.from_numpy(row // self.unroll % len(self.states[0])), torch.from_numpy(stream)
         return tree.map(lambda store: store[at, column], self.states)
 
+    @property
+    def bytes(self) -> int:
+        """Of what is held, not of the room for it."""
+        share = min(1.0, (self.newest + 1) / self.slots)
+        return 0 if self.rows is None else int(share * tree.size((self.rows, self.states)))
+
     def metrics(self) -> dict[str, float]:
         return {"replay_rows": min(self.newest + 1, self.slots) * self.streams}
 
@@ -108,15 +114,10 @@ def room(count: int, like: Tensor) -> Tensor:
     return torch.zeros(count, *like.shape, dtype=like.dtype)
 
 
-def bytes_of(state: State) -> int:
-    """Of memory [1, ...]."""
-    return sum(leaf.numel() * leaf.element_size() for leaf in state)
-
-
 def bytes_needed(capacity: int, spec: Spec, aux: int, state: State, every: int) -> int:
     """Of a full ring: `aux` bytes kept with each row, and memory (none: ()) `every` so many rows."""
     seen = int(np.prod(spec.obs_shape)) * spec.obs_dtype.itemsize
-    return capacity * (seen + aux + ROW_BYTES) + capacity // every * bytes_of(state)
+    return capacity * (seen + aux + ROW_BYTES) + capacity // every * tree.size(state)
 
 
 class Meter:

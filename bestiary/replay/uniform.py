@@ -92,6 +92,10 @@ class UniformReplay:
         # while nothing can be drawn, waiting would be for ever
         return self.meter.behind and not self._is_empty()
 
+    @property
+    def bytes(self) -> int:
+        return self.ring.bytes
+
     def metrics(self) -> dict[str, float]:
         return self.ring.metrics() | self.meter.metrics()
 

@@ -114,8 +114,8 @@ class LocalRuntime:
     def weights(self) -> dict[str, torch.Tensor]:
         return self.learner.agent.state_dict()
 
-    def state_dict(self, at_rest: bool = True) -> Snapshot:
-        """What a resumed run needs; when something broke mid-way, without the episodes under way."""
+    def state_dict(self, at_rest: bool = True, with_replay: bool = True) -> Snapshot:
+        """What a resumed run needs; when something broke mid-way, without the episodes under way and their like."""
         state: Snapshot = {
             "steps": self.steps,
             "resumes": self.resumes,
@@ -123,7 +123,8 @@ class LocalRuntime:
             "learner": self.learner.state_dict(),
         }
         if at_rest:
-            state["replay"] = self.replay.state_dict()
+            if with_replay:
+                state["replay"] = self.replay.state_dict()
             # what has been seen counts in new episodes too
             explorer = {"explorer": self.explorer.state_dict()}
             state["actor"] = self.actor.state_dict() if self.exact else explorer

@@ -66,9 +66,9 @@ class OverlapRuntime(LocalRuntime):
         with self.changed:
             super()._write_back(keys, priorities)
 
-    def state_dict(self, at_rest: bool = True) -> Snapshot:
+    def state_dict(self, at_rest: bool = True, with_replay: bool = True) -> Snapshot:
         with self.changed:
-            return copy.deepcopy(super().state_dict(at_rest))  # the actor goes on writing into the replay
+            return copy.deepcopy(super().state_dict(at_rest, with_replay))  # the actor goes on writing into the replay
 
     def _publish(self) -> None:
         weights = {k: v.detach().clone() for k, v in self.learner.agent.state_dict().items()}

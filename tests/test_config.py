@@ -175,7 +175,14 @@ def test_what_is_not_a_default_survives_json():
 
 def test_an_experiment_in_json_has_every_number_in_it():
     data = json.loads(preset("monobeast").to_json())
-    assert data["algo"]["optimizer"] == {"kind": "rms-prop", "lr": 4.8e-4, "alpha": 0.99, "eps": 0.01, "momentum": 0.0}
+    assert data["algo"]["optimizer"] == {
+        "kind": "rms-prop",
+        "lr": 4.8e-4,
+        "alpha": 0.99,
+        "eps": 0.01,
+        "momentum": 0.0,
+        "centred": False,
+    }
     assert data["net"]["encoder"] == {"kind": "shallow", "hidden_size": 512, "num_layers": 1}
     assert data.keys() == {"kind", *(f.name for f in dataclasses.fields(Experiment))}
 

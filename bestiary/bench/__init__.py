@@ -4,8 +4,11 @@ import statistics
 import time
 from collections.abc import Callable
 
-BENCHMARKS = {  # name -> (module, what it measures)
+BENCHMARKS = {  # name -> (module, or module:settings where it has several, what it measures)
     "impala-atari": ("impala_atari", "the IMPALA loop on Atari against the sum of its parts"),
+    "apex-atari": ("q_atari:ApexAtari", "the Ape-X loop on Atari against the sum of its parts"),
+    "r2d2-atari": ("q_atari:R2d2Atari", "the R2D2 loop on Atari against the sum of its parts"),
+    "replay": ("replay", "drawing by priority: the tree against cpprb and plain NumPy, the whole replay with pictures"),
     "cores": ("cores", "every memory: its rule against the plain loop, the core against an LSTM, a step of acting"),
     "envs": ("envs", "the memory tasks: steps per second as a vector environment, as a world and alone"),
     "findings": ("findings", "what the CPU settings are worth to the learner: allocator, memory layout"),

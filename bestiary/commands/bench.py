@@ -25,8 +25,9 @@ def main(args: list[str]) -> int:
             raise UserError("--json needs a file name")
         out = Path(rest[at + 1])
         rest = rest[:at] + rest[at + 2 :]
-    module = import_module(f"bestiary.bench.{BENCHMARKS[name][0]}")
-    results = module.main(parse(module.Settings, rest, f"bestiary bench {name}"))
+    place, _, settings = BENCHMARKS[name][0].partition(":")
+    module = import_module(f"bestiary.bench.{place}")
+    results = module.main(parse(getattr(module, settings or "Settings"), rest, f"bestiary bench {name}"))
     if out is not None:
         out.write_text(json.dumps(results, indent=2) + "\n")
     return 0

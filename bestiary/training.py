@@ -125,7 +125,7 @@ class Session:
         settings: dict[str, Any] = encode(self.experiment)
         with self.screen, Recorder(self.run.path, self.experiment.log, self.resumed_at, settings) as self.recorder:
             started, before = time.monotonic(), self.seconds
-            self.row_time = started
+            self.row_time, self.row_updates = started, self.runtime.learner.updates
             self.screen.start(self.experiment, self.run, self.runtime.frames)
             try:
                 for progress in self.runtime:
@@ -166,12 +166,13 @@ class Session:
         if progress.frames - self.row_at < self.log_every or not self.interval.count:
             return
         now = time.monotonic()
-        rate = (progress.frames - self.row_at) / max(now - self.row_time, 1e-9)
+        passed = max(now - self.row_time, 1e-9)
+        acted, learnt = (progress.frames - self.row_at) / passed, (progress.updates - self.row_updates) / passed
         self.row_time = now
         head = {"steps": progress.steps, "updates": progress.updates, "games": self.games}
-        clock = {"seconds": self.seconds, "frames_per_second": rate}
+        clock = {"seconds": self.seconds, "frames_per_second": acted, "updates_per_second": learnt}
         self.recorder.row(progress.frames, head | clock | self.interval.row())
-        self.row_at, self.interval = progress.frames, Interval()
+        self.row_at, self.row_updates, self.interval = progress.frames, progress.updates, Interval()
 
     def _keep(self, progress: Progress) -> None:
         plan = self.experiment

@@ -51,6 +51,7 @@ def set_threads(asked: int | None, spec: Spec) -> int:
     Small matrices lose more to handing work between threads than they gain: four times on two cores.
     """
     threads = asked or (cores() if spec.is_image and min(spec.obs_shape[1:]) >= 36 else 1)
+    torch.get_num_threads()  # until a thread has asked, it takes over what any other one sets
     torch.set_num_threads(threads)
     return threads
 

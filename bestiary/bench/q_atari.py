@@ -1,0 +1,263 @@
+"""How close the loops of Ape-X and R2D2 come to what no plumbing can avoid: emulator, acting, learning."""
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bestiary import tree
+from bestiary.actor import Actor
+from bestiary.algos import Apex, R2d2
+from bestiary.bench import medians
+from bestiary.config import Count
+from bestiary.cores import CoreConfig, Ff, Lstm
+from bestiary.envs import Atari
+from bestiary.envs.atari import AtariWorld
+from bestiary.errors import UserError
+from bestiary.experiment import Experiment
+from bestiary.machine import cores
+from bestiary.nets import Net, Shallow
+from bestiary.replay.prioritized import PrioritizedReplay
+from bestiary.runtime import Local, Overlap
+from bestiary.runtime.local import LocalRuntime
+from bestiary.seeding import TRAIN
+from bestiary.types import Batch, Progress, Update
+
+CAPACITY = 20_000  # moves
+UPDATES = 8  # of which the parts of learning are timed at once
+RUN_UP, UNROLLS = 2, 2  # of the loop: before it is timed, and timed at once
+ALWAYS = 1e9  # updates per move, so that one is always due
+PARTS = {
+    "emulator": "emulator",
+    "acting": "acting",
+    "writing": "writing into the replay",
+    "sampling": "sampling",
+    "learning": "learning",
+    "write_back": "writing priorities back",
+}
+BOUNDS = {
+    "in_turn": "emulator, acting and learning in turn",
+    "side_by_side": "emulator and acting, with learning side by side",
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    game: str = "Pong"
+    envs: int = 32
+    runtime: Literal["local", "overlap"] = "local"
+    """one thing after the other, or acting and learning at the same time"""
+    warmup: Count = 4_000
+    """moves in the replay before anything is measured"""
+    rounds: int = 9
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise UserError(f"rounds={self.rounds} must be at least 1")
+
+    @property
+    def title(self) -> str:
+        raise NotImplementedError
+
+    def parts(self) -> tuple[Apex | R2d2, Net, CoreConfig]:
+        raise NotImplementedError
+
+    def experiment(self) -> Experiment:
+        algo, net, core = self.parts()
+        machine = {"local": Local, "overlap": Overlap}[self.runtime]
+        return Experiment(
+            env=Atari(game=self.game),
+            algo=algo,
+            net=net,
+            core=core,
+            runtime=machine(envs=self.envs, threads=self.threads),
+            frames=10**12,  # never reached
+        )
+
+
+@dataclass(frozen=True)
+class ApexAtari(Settings):
+    """bestiary bench apex-atari"""
+
+    @property
+    def title(self) -> str:
+        return "Ape-X"
+
+    def parts(self) -> tuple[Apex, Net, CoreConfig]:
+        algo = Apex(unroll=8, batch_size=32, ratio=1 / 8, head=(), capacity=CAPACITY, warmup=self.warmup)
+        return algo, Net(encoder=Shallow(512), frame_stack=4, prev_action=False, prev_reward=False), Ff()
+
+
+@dataclass(frozen=True)
+class R2d2Atari(Settings):
+    """bestiary bench r2d2-atari"""
+
+    @property
+    def title(self) -> str:
+        return "R2D2"
+
+    def parts(self) -> tuple[R2d2, Net, CoreConfig]:
+        algo = R2d2(
+            unroll=20, batch_size=8, window=40, burn_in=20, ratio=1 / 40, head=(), capacity=CAPACITY, warmup=self.warmup
+        )
+        return algo, Net(encoder=Shallow(512)), Lstm(hidden=256)
+
+
+class Parts:
+    """Every part of the loop alone, beside it: with an emulator, an actor and a full replay of their own."""
+
+    def __init__(self, experiment: Experiment, runtime: LocalRuntime) -> None:
+        self.learner, self.device = runtime.learner, runtime.device
+        algo, envs = experiment.algo, experiment.runtime.envs
+        assert isinstance(algo, Apex | R2d2)
+        world = experiment.env.make(envs, experiment.seed, TRAIN, experiment.runtime.threads or cores())
+        assert isinstance(world, AtariWorld)
+        self.world, self.envs, self.unroll = world, envs, algo.unroll
+        agent = copy.deepcopy(self.learner.agent)
+        self.actor = Actor(world, agent, algo.explorer(envs), algo.unroll, 0, self.device)
+        self.trajectory, _ = self.actor.unroll()
+        self.replay = replace(algo, ratio=ALWAYS).replay(envs).build(0, world.spec, agent.initial_state(1))
+        while self.replay.ring.newest < self.replay.ring.slots or self.replay.meter.due < 1:
+            self.write()
+        self.rng = np.random.default_rng(0)
+        self.batches: list[Batch] = []
+        self.updates: list[Update] = []
+
+    def emulate(self) -> None:
+        for _ in range(self.unroll):
+            self.world.env.step(self.rng.integers(0, self.world.spec.num_actions, self.envs))
+
+    @torch.no_grad()
+    def act(self) -> None:
+        actor = self.actor
+        assert actor.row is not None
+        assert actor.explorer is not None
+        for _ in range(self.unroll):
+            step = actor.row[0]
+            actor.agent.act(step, actor.after, actor.explorer(step), actor.rng)
+
+    def write(self) -> None:
+        self.replay.add(self.trajectory)
+
+    def sample(self) -> None:
+        batches = [self.replay.sample() for _ in range(UPDATES)]
+        self.batches = [batch for batch in batches if batch is not None]
+
+    def learn(self) -> None:
+        self.updates = [self.learner.update(tree.to_device(batch, self.device)) for batch in self.batches]
+
+    def write_back(self) -> None:
+        for batch, update in zip(self.batches, self.updates, strict=True):
+            assert batch.keys is not None
+            assert update.priorities is not None
+            self.replay.update(batch.keys, update.priorities)
+
+
+def fill(runtime: LocalRuntime) -> None:
+    """Play until updates may begin, and take those that the moves so far allow for made."""
+    replay = runtime.replay
+    assert isinstance(replay, PrioritizedReplay)
+    while replay.meter.moves < replay.meter.warmup:
+        trajectory, _ = runtime.actor.unroll()
+        replay.add(trajectory)
+    replay.meter.batches = int(replay.meter.ratio * replay.meter.moves)
+
+
+class Loop:
+    """Moves and updates per second, once it is under way."""
+
+    def __init__(self, runtime: LocalRuntime) -> None:
+        self.progress = iter(runtime)
+        self.moves: list[float] = []
+        self.updates: list[float] = []
+
+    def run(self) -> None:
+        before = self._after(RUN_UP)
+        start = time.perf_counter()
+        after = self._after(UNROLLS)
+        seconds = time.perf_counter() - start
+        self.moves.append((after.steps - before.steps) / seconds)
+        self.updates.append((after.updates - before.updates) / seconds)
+        rest()
+
+    def _after(self, unrolls: int) -> Progress:
+        return [next(self.progress) for _ in range(unrolls)][-1]
+
+
+def rest(seconds: float = 10.0) -> None:
+    """Wait, but no longer, until all threads do: an actor beside the learner plays on until the replay has enough."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        worked = time.process_time()
+        time.sleep(0.1)
+        if time.process_time() - worked < 0.01:
+            return
+
+
+def measure(cfg: Settings) -> dict[str, float]:
+    """Moves per second: what each part would allow alone, what all could at best, and what the loop does."""
+    experiment = cfg.experiment()
+    algo = experiment.algo
+    assert isinstance(algo, Apex | R2d2)
+    with closing(experiment.runtime.start(experiment)) as runtime:
+        fill(runtime)
+        parts, loop = Parts(experiment, runtime), Loop(runtime)
+        sides: dict[str, Callable[[], object]] = {
+            "emulator": parts.emulate,
+            "acting": parts.act,
+            "writing": parts.write,
+            "sampling": parts.sample,
+            "learning": parts.learn,
+            "write_back": parts.write_back,
+            "loop": loop.run,
+        }
+        with closing(parts.world):
+            seconds = medians(sides, cfg.rounds)
+        threads = runtime.threads
+    per_unroll, per_update = 1 / (algo.unroll * cfg.envs), algo.ratio / UPDATES
+    calls = dict.fromkeys(PARTS, per_update) | dict.fromkeys(("emulator", "acting", "writing"), per_unroll)
+    cost = {name: calls[name] * seconds[name] for name in PARTS}  # per move
+    playing = cost["emulator"] + cost["acting"]
+    bounds = {"in_turn": 1 / (playing + cost["learning"]), "side_by_side": 1 / max(playing, cost["learning"])}
+    # parts that were measured on all cores cannot share them and be as fast
+    apart = cfg.runtime == "overlap" and cores() >= 2 * threads
+    ideal = bounds["side_by_side" if apart else "in_turn"]
+    moves, updates = (statistics.median(rates[1:]) for rates in (loop.moves, loop.updates))  # the first is warm-up
+    rates = {name: 1 / s for name, s in cost.items()} | bounds
+    waiting = moves * (cost["sampling"] + cost["write_back"])
+    return rates | {"ideal": ideal, "loop": moves, "updates": updates, "share": moves / ideal, "waiting": waiting}
+
+
+def main(cfg: Settings) -> dict[str, Any]:
+    r = measure(cfg)
+    algo, _, _ = cfg.parts()
+    setting = f"T={algo.unroll}, {cfg.envs} environments, batch {algo.batch_size}, {torch.get_num_threads()} threads"
+    table = Table(
+        title=f"{cfg.title} on {cfg.game}, {cfg.runtime}: {setting}", title_justify="left", box=None, padding=(0, 2)
+    )
+    for column in ("part", "moves/s alone", "µs per move", "of the loop's time"):
+        table.add_column(column, justify="left" if column == "part" else "right")
+    for name, text in PARTS.items():
+        table.add_row(text, f"{r[name]:,.0f}", f"{1e6 / r[name]:,.1f}", f"{100 * r['loop'] / r[name]:.1f}%")
+    console = Console(width=110)
+    console.print(table)
+    for name, text in BOUNDS.items() if cfg.runtime == "overlap" else [("in_turn", BOUNDS["in_turn"])]:
+        meant = ", the ideal meant here" if r["ideal"] == r[name] else ""
+        console.print(f"  {text}: {r[name]:,.0f} moves/s{meant}")
+    if cfg.runtime == "overlap":
+        console.print("  (side by side is meant where there are two cores for each thread: else both want the same)")
+    rates = f"{r['loop']:,.0f} moves/s, {r['updates']:,.1f} updates/s"
+    console.print(f"  loop, an update every {1 / algo.ratio:.0f} moves: {rates}, {100 * r['share']:.0f}% of the ideal")
+    aside = "; waiting for the actor aside" if cfg.runtime == "overlap" else ""
+    share = f"{100 * r['waiting']:.1f}% of the time"
+    console.print(f"  the learner waits for data {share} (sampling, writing priorities back{aside})")
+    return r

@@ -1,0 +1,200 @@
+"""How fast experience is drawn by priority: the tree against others, then the whole replay, pictures and all."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from bestiary.algos import Apex
+from bestiary.bench import medians
+from bestiary.config import Count
+from bestiary.errors import UserError
+from bestiary.machine import keep_memory
+from bestiary.ops.priorities import importance
+from bestiary.replay.prioritized import PrioritizedReplay
+from bestiary.replay.sum_tree import SumTree
+from bestiary.types import Spec, TimeStep, Trajectory
+
+ALPHA, BETA, FLOOR = 0.6, 0.4, 1e-6
+STREAMS, UNROLL = 32, 20
+SMALL = 32  # a batch
+SPEC = Spec("Pong", (1, 84, 84), torch.uint8, 6, 4)
+ALWAYS = 1e9  # updates per move, so that one is always due
+
+Side = Callable[[], object]
+Priorities = Iterator[NDArray[np.float64]]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """bestiary bench replay"""
+
+    capacity: Count = 1_000_000
+    """priorities, where trees are compared"""
+    batch: int = 512
+    rows: Count = 100_000
+    """moves in the whole replay, 7 kB each"""
+    batches: int = 100
+    """that every side draws in a round"""
+    rounds: int = 9
+
+    def __post_init__(self) -> None:
+        if min(self.capacity, self.batch, self.batches, self.rounds) < 1:
+            raise UserError("capacity, batch, batches and rounds must be at least 1")
+        least = max(STREAMS * UNROLL, warmup(self.batch))
+        if self.rows < least:
+            raise UserError(f"rows={self.rows} do not hold a batch of {self.batch}: raise it to {least}")
+
+
+def warmup(batch: int) -> int:
+    """Moves before the first batch: the least that Ape-X allows, whose items have seven rows."""
+    return STREAMS * 7 + max(batch, SMALL)
+
+
+def new_priorities(cfg: Settings, batch: int) -> Priorities:
+    """Over and over the same, so that making them costs no side anything."""
+    return cycle(np.random.default_rng(1).random((cfg.batches, batch)))
+
+
+# -- the tree -------------------------------------------------------------------------------------------------------
+# Each side draws a batch, one item from each of equal parts of all priorities, weighs it, and takes new priorities,
+# which it raises to the power of alpha itself.
+
+
+def with_tree(tree: SumTree, cfg: Settings, batch: int) -> Side:
+    rng, priorities = np.random.default_rng(0), new_priorities(cfg, batch)
+
+    def run() -> None:
+        for _ in range(cfg.batches):
+            slots, weight = tree.draw(batch, rng)
+            importance(torch.from_numpy(weight / tree.total), tree.capacity, BETA).float()
+            tree.set(slots, np.maximum(next(priorities), FLOOR) ** ALPHA)
+
+    return run
+
+
+def with_sums(cfg: Settings, weights: NDArray[np.float64]) -> Side:
+    """What one would write first: all sums anew for every batch."""
+    weights = weights.copy()
+    rng, priorities = np.random.default_rng(0), new_priorities(cfg, cfg.batch)
+
+    def run() -> None:
+        for _ in range(cfg.batches):
+            ends = np.cumsum(weights)
+            points = (np.arange(cfg.batch) + rng.random(cfg.batch)) / cfg.batch * ends[-1]
+            slots = np.minimum(np.searchsorted(ends, points, "right"), len(ends) - 1)
+            importance(torch.from_numpy(weights[slots] / ends[-1]), len(weights), BETA).float()
+            weights[slots] = np.maximum(next(priorities), FLOOR) ** ALPHA
+
+    return run
+
+
+def with_cpprb(cfg: Settings, first: NDArray[np.float64]) -> Side | None:
+    """Its buffer of items that hold a single number; None: it is not installed."""
+    try:
+        cpprb: Any = import_module("cpprb")
+    except ImportError:
+        return None
+    buffer = cpprb.PrioritizedReplayBuffer(cfg.capacity, {"obs": {"shape": 1}}, alpha=ALPHA, eps=FLOOR)
+    buffer.add(obs=np.zeros((cfg.capacity, 1), np.float32), priorities=first)
+    priorities = new_priorities(cfg, cfg.batch)
+
+    def run() -> None:
+        for _ in range(cfg.batches):
+            drawn = buffer.sample(cfg.batch, beta=BETA)
+            buffer.update_priorities(drawn["indexes"], next(priorities))
+
+    return run
+
+
+def trees(cfg: Settings) -> dict[str, float]:
+    """Batches per second of every side."""
+    first = np.random.default_rng(2).random(cfg.capacity)
+    weights = np.maximum(first, FLOOR) ** ALPHA
+    tree = SumTree(cfg.capacity)
+    tree.rebuild(weights)
+    sides = {"tree": with_tree(tree, cfg, cfg.batch)}
+    other = with_cpprb(cfg, first)
+    if other is None:
+        print("cpprb is not installed, so nothing is compared with it: pip install cpprb\n")
+    else:
+        sides["cpprb"] = other
+    sides["sums"] = with_sums(cfg, weights)
+    return {name: cfg.batches / s for name, s in medians(sides, cfg.rounds).items()}
+
+
+# -- the whole replay -----------------------------------------------------------------------------------------------
+
+
+def full_replay(cfg: Settings, batch: int) -> PrioritizedReplay:
+    """Of Ape-X on pictures that a random agent might have seen."""
+    algo = Apex(unroll=UNROLL, batch_size=batch, capacity=cfg.rows, warmup=warmup(batch), ratio=ALWAYS)
+    replay = algo.replay(STREAMS).build(0, SPEC)
+    rng, shape = torch.Generator().manual_seed(0), (UNROLL + 1, STREAMS)
+    nowhere, action = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.long)
+    obs = torch.randint(0, 256, (*shape, *SPEC.obs_shape), dtype=torch.uint8, generator=rng)
+    step = TimeStep(obs, action, torch.zeros(shape), nowhere, nowhere)
+    while replay.ring.newest < replay.ring.slots:
+        q = torch.randn(*shape, SPEC.num_actions, generator=rng)
+        replay.add(Trajectory(step, action, {"q": q}, (), action[0]))
+    return replay
+
+
+def whole(cfg: Settings, batch: int) -> dict[str, float]:
+    """Microseconds per batch: all of it, and of that the tree and the copying of rows."""
+    replay = full_replay(cfg, batch)
+    rng, priorities = np.random.default_rng(0), new_priorities(cfg, batch)
+    drawn = cycle([np.divmod(replay.tree.draw(batch, rng)[0], STREAMS) for _ in range(cfg.batches)])
+    rows = replay.first + np.arange(replay.cfg.rows)[:, None]
+
+    def sample_and_update() -> None:
+        for _ in range(cfg.batches):
+            sample = replay.sample()
+            assert sample is not None
+            assert sample.keys is not None
+            replay.update(sample.keys, torch.from_numpy(next(priorities)))
+
+    def copy() -> None:
+        for _ in range(cfg.batches):
+            item, stream = next(drawn)
+            replay.ring.gather(item + rows, stream)
+
+    sides = {"whole": sample_and_update, "tree": with_tree(replay.tree, cfg, batch), "copying": copy}
+    micros = {name: 1e6 * s / cfg.batches for name, s in medians(sides, cfg.rounds).items()}
+    return micros | {"rate": 1e6 / micros["whole"], "share": micros["copying"] / micros["whole"]}
+
+
+def new_table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2))
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i else "left")
+    return table
+
+
+def main(cfg: Settings) -> dict[str, Any]:
+    keep_memory()
+    torch.set_num_threads(1)
+    console = Console(width=110)
+    rates = trees(cfg)
+    title = f"draw {cfg.batch} of {cfg.capacity:,}, weigh, take new priorities: one thread"
+    table = new_table(title, "", "batches/s", "the tree is faster by")
+    names = {"tree": "tree of sums", "cpprb": "cpprb", "sums": "NumPy, all sums anew"}
+    for side, rate in rates.items():
+        table.add_row(names[side], f"{rate:,.0f}", "" if side == "tree" else f"{rates['tree'] / rate:.1f}x")
+    console.print(table)
+    results: dict[str, Any] = {"draws": rates}
+    title = f"Ape-X, 84x84 pictures, {cfg.rows:,} moves kept: sample and update, one thread"
+    table = new_table(title, "batch", "batches/s", "µs", "of that the tree", "copying rows", "share of copying")
+    for batch in (cfg.batch, SMALL):
+        r = results[f"apex-{batch}"] = whole(cfg, batch)
+        numbers = [f"{r[k]:,.0f}" for k in ("rate", "whole", "tree", "copying")]
+        table.add_row(str(batch), *numbers, f"{100 * r['share']:.0f}%")
+    console.print(table)
+    return results

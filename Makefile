@@ -34,6 +34,9 @@ bench: setup
 	$(BIN)/bestiary bench cores
 	$(BIN)/bestiary bench envs
 	$(BIN)/bestiary bench findings
+	$(BIN)/bestiary bench replay
+	$(BIN)/bestiary bench apex-atari
+	$(BIN)/bestiary bench r2d2-atari
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache

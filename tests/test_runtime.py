@@ -53,7 +53,9 @@ def tiny(env=None, **changes) -> Experiment:
     return replace(base, **changes)
 
 
-def rows(run: Run, name: str = "metrics.csv", without=("seconds", "frames_per_second", "updates_per_second")) -> list[dict]:
+def rows(
+    run: Run, name: str = "metrics.csv", without=("seconds", "frames_per_second", "updates_per_second")
+) -> list[dict]:
     with (run.path / name).open() as file:
         return [{k: v for k, v in row.items() if k not in without} for row in csv.DictReader(file)]
 

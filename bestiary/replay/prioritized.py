@@ -69,7 +69,8 @@ class PrioritizedReplay:
 
     def _weight(self, priority: Tensor) -> NDArray[np.float64]:
         """Not a number stays one, for the tree to refuse."""
-        return np.maximum(priority.detach().cpu().double().numpy(), self.cfg.floor) ** self.cfg.alpha
+        least = np.maximum(priority.detach().cpu().double().numpy(), self.cfg.floor)
+        return np.where(np.isnan(least), np.nan, least**self.cfg.alpha)  # to the power of 0 it would be a number
 
     def _slots(self, number: NDArray[np.int64], stream: NDArray[np.int64]) -> NDArray[np.int64]:
         return number % self.places * self.cfg.streams + stream

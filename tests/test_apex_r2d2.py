@@ -1,0 +1,695 @@
+"""Ape-X and R2D2: what the actor judges is what the learner would, and both are what plain loops say."""
+
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_off_policy import CORE, NET, SPEC, after_burn_in, assert_close, gradients, sequential, shaken, windows
+from torch import Tensor, nn
+
+from bestiary import tree
+from bestiary.actor import Actor
+from bestiary.algos import Apex, Dqn, R2d2
+from bestiary.algos.off_policy import split
+from bestiary.algos.prioritized import FromPriorities, PriorityLearner
+from bestiary.algos.q_learning import QAgent
+from bestiary.cores import DeltaNet, Ff, Gpt, Lstm
+from bestiary.envs import Catch, Recall
+from bestiary.envs.batched import BatchedWorld
+from bestiary.envs.catch import CatchEnv
+from bestiary.envs.world import World
+from bestiary.errors import UserError
+from bestiary.nets import Dueling, Net, Shallow, SmallCnn, Torso
+from bestiary.optim import Adam
+from bestiary.replay.prioritized import PrioritizedReplay
+from bestiary.types import Batch, Spec, TimeStep, Trajectory
+
+B = 5  # environments
+SMALL: dict[str, Any] = {"head": (7,), "batch_size": 16, "ratio": 1.0, "capacity": 150 * B, "warmup": 500}
+APEX: dict[str, Any] = SMALL | {"unroll": 10}
+R2D2: dict[str, Any] = SMALL | {"unroll": 5, "window": 15, "burn_in": 5, "stored_state": True}
+PICTURE = Spec("picture", (1, 6, 5), torch.uint8, 4)
+ATARI = Spec("Any", (1, 84, 84), torch.uint8, 18)
+
+
+@pytest.fixture
+def _double() -> Iterator[None]:
+    """Networks in float64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+double = pytest.mark.usefixtures("_double")
+
+
+# -- first priorities -------------------------------------------------------------------------------------------------
+
+
+class RichEnv(CatchEnv):
+    """Catch that earns on the way, more than 1 at the end, and in one column runs out of time."""
+
+    def _move(self, action):
+        reward, landed, _ = super()._move(action)
+        late = (self.ball_row == 6) & (self.ball_col == 0)
+        return 4 * reward + 0.5 * (self.paddle == self.ball_col), landed, late & ~landed
+
+
+@dataclass(frozen=True)
+class Rich:
+    def make(self, num_envs: int, seed: int, stream: int, threads: int) -> World:
+        return BatchedWorld("Rich", RichEnv(num_envs), seed, stream)
+
+
+@cache
+def tape(player: str) -> tuple[QAgent, list[Trajectory]]:
+    """What one actor has played, and its weights: neither depends on what is learnt from it."""
+    cls, settings, env, core, net = PLAYERS[player]
+    algo, world = cls(**settings), env.make(B, 3, 0, 1)
+    torch.manual_seed(0)
+    agent = algo.agent(world.spec, net, core)
+    with torch.no_grad():
+        for p in agent.parameters():
+            p.mul_(3)  # larger preferences than at the start
+    actor = Actor(world, copy.deepcopy(agent), algo.explorer(B), algo.unroll, 5, torch.device("cpu"))
+    return agent, [actor.unroll()[0] for _ in range(200 // algo.unroll)]
+
+
+def played(player: str, **changes: Any) -> tuple[PriorityLearner, PrioritizedReplay]:
+    """A learner that has not learnt yet, and what an actor with its weights has played; the ring has turned."""
+    cls, settings, *_ = PLAYERS[player]
+    algo: FromPriorities = cls(**(settings | changes))
+    agent, trajectories = tape(player)
+    replay = algo.replay(B).build(0, agent.spec, agent.initial_state(1))
+    for trajectory in trajectories:
+        replay.add(trajectory)
+    assert replay.ring.oldest > 0
+    return algo.learner(copy.deepcopy(agent), 1000), replay
+
+
+def batch_of(replay: PrioritizedReplay) -> tuple[Batch, Tensor]:
+    """And the priorities it was drawn by."""
+    batch = replay.sample()
+    assert batch is not None and batch.keys is not None
+    slots = replay._slots(*np.divmod(batch.keys.numpy(), B))
+    return batch, torch.from_numpy(replay.tree.weights(slots)) ** (1 / replay.cfg.alpha)
+
+
+DELTA = DeltaNet(width=8, heads=2, layers=1, feedforward=8)
+GPT = Gpt(width=8, heads=2, layers=1, window=9)
+PLAYERS: dict[str, tuple[type, dict[str, Any], Any, Any, Net]] = {
+    "apex": (Apex, APEX, Catch(), Ff(), Net()),
+    "apex, frames": (Apex, APEX, Rich(), Ff(), Net(frame_stack=4)),
+    "r2d2, lstm": (R2d2, R2D2, Recall(4), Lstm(hidden=6), Net()),
+    "r2d2, delta-net": (R2d2, R2D2, Recall(4), DELTA, Net()),
+    "r2d2, gpt": (R2d2, R2D2, Recall(12), GPT, Net()),
+    "r2d2, lstm and frames": (R2d2, R2D2, Rich(), Lstm(hidden=6), Net(frame_stack=3)),
+    "r2d2, frames alone": (R2d2, R2D2, Rich(), Ff(), Net(frame_stack=3)),
+}
+RULES: dict[str, dict[str, Any]] = {
+    "plain": {"rescale": None, "reward_clip": "none"},
+    "rescaled": {"rescale": 1e-2, "reward_clip": "none"},
+    "clipped": {"rescale": None, "reward_clip": "abs_one"},
+    "rescaled and clipped": {"rescale": 1e-3, "reward_clip": "soft_asymmetric"},
+}
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("n_step", [1, 3, 5])
+@pytest.mark.parametrize("player", PLAYERS)
+def test_the_actors_priorities_are_the_learners_while_their_weights_are_the_same(player, n_step, rule):
+    learner, replay = played(player, **rule, n_step=n_step)
+    seen = []
+    for _ in range(2):
+        batch, first = batch_of(replay)
+        _, metrics, priorities = learner.weigh(batch)
+        torch.testing.assert_close(first, priorities.double(), rtol=1e-4, atol=1e-4)
+        assert metrics["q_discrepancy"] < 1e-4
+        if "lstm" in player or "delta" in player:
+            assert metrics["state_discrepancy"] < 1e-4
+        seen += priorities.tolist()
+    assert max(seen) > 0.1
+    assert len({round(p, 4) for p in seen}) > 8
+
+
+def test_the_rules_make_a_difference_to_what_is_judged():
+    """A comparison of two things that ignore a setting shows nothing."""
+    told = set()
+    for rule in RULES.values():
+        for n_step in (1, 3, 5):
+            told.add(round(played("apex, frames", **rule, n_step=n_step)[1].tree.total, 3))
+    assert len(told) == 12
+
+
+@pytest.mark.parametrize("player", ["apex", "r2d2, lstm", "r2d2, delta-net"])
+def test_learning_drives_values_and_memory_away_from_those_that_acted(player):
+    learner, replay = played(player, optimizer=Adam(lr=1e-2))
+    apart = []
+    for _ in range(4):
+        batch, _ = batch_of(replay)
+        apart.append({k: v.item() for k, v in learner.update(batch).metrics.items() if k.endswith("_discrepancy")})
+    names = {"q_discrepancy"} if player == "apex" else {"q_discrepancy", "state_discrepancy"}
+    assert all(told.keys() == names for told in apart)
+    for name in names:
+        assert apart[0][name] < 1e-4
+        assert all(told[name] > 1e-3 for told in apart[1:])
+
+
+def test_how_far_apart_values_and_memories_are_is_a_share_of_those_that_acted():
+    learner, replay = played("r2d2, lstm")
+    batch, _ = batch_of(replay)
+    t = batch.trajectory
+    q = t.aux["q"].clone()
+    q[5] += 0.1
+    reached = tuple(1.5 * leaf for leaf in batch.reached)
+    metrics = learner.weigh(batch._replace(trajectory=t._replace(aux={"q": q}), reached=reached))[1]
+    difference = 0.1 * math.sqrt(q[5].numel())
+    assert metrics["q_discrepancy"].item() == pytest.approx(difference / q[5].amax(-1).norm().item(), rel=1e-3)
+    assert metrics["state_discrepancy"].item() == pytest.approx(1 / 3, rel=1e-3)
+
+
+# -- the loss, as the papers write it ---------------------------------------------------------------------------------
+
+
+def squeezed(x: float, eps: float | None) -> float:
+    return x if eps is None else math.copysign(math.sqrt(abs(x) + 1) - 1, x) + eps * x
+
+
+def unsqueezed(z: float, eps: float | None) -> float:
+    if eps is None:
+        return z
+    root = math.sqrt(1 + 4 * eps * (abs(z) + 1 + eps))
+    return math.copysign(((root - 1) / (2 * eps)) ** 2 - 1, z)
+
+
+def values(agent: QAgent, h: Tensor, legal: tuple[bool, ...]) -> list[Tensor]:
+    """Q of each action; of one that does nothing, nothing."""
+    if isinstance(agent.head, Dueling):
+        v, a = sequential(agent.head.value, h)[0], sequential(agent.head.advantage, h)
+        mean = sum(a[i] for i in range(len(legal)) if legal[i]) / sum(legal)
+        q = [v + advantage - mean for advantage in a]
+    else:
+        q = list(sequential(agent.head, h))
+    return [x if ok else torch.tensor(-math.inf) for x, ok in zip(q, legal, strict=True)]
+
+
+def best_of(q: list[Tensor]) -> int:
+    return max(range(len(q)), key=lambda action: q[action].item())
+
+
+def plain(learner: PriorityLearner, batch: Batch) -> tuple[Tensor, list[float]]:
+    """Loss and priorities: Horgan et al. 2018, section 3; Kapturowski et al. 2019, section 2.3."""
+    cfg, agent, slow = learner.cfg, learner.agent, learner.target.module
+    assert isinstance(slow, QAgent) and batch.weight is not None and cfg.discount is not None
+    t, legal = batch.trajectory, agent.spec.legal or (True,) * agent.spec.num_actions
+    loss, priorities = torch.zeros(()), []
+    for b in range(t.action.shape[1]):
+        q = [values(agent, h, legal) for h in after_burn_in(agent.torso, t, cfg.burn_in, b)]
+        with torch.no_grad():
+            beyond = [values(slow, h, legal) for h in after_burn_in(slow.torso, t, cfg.burn_in, b)]
+        reward, is_first, is_terminal, action = (x[cfg.burn_in :, b].tolist() for x in (*t.step[2:], t.action))
+        errors = []
+        for start in range(cfg.length):
+            if is_first[start + 1]:
+                continue  # no move leads from one episode into the next
+            total, discount, row = 0.0, 1.0, start
+            for _ in range(cfg.n_step):
+                if is_first[row + 1]:
+                    break  # out of time: what lies beyond is worth what its last row is
+                row += 1
+                earned = max(-1.0, min(1.0, reward[row])) if cfg.reward_clip == "abs_one" else reward[row]
+                total += discount * earned
+                discount *= 0.0 if is_terminal[row] else cfg.discount
+            best = best_of(q[row] if cfg.double else beyond[row])
+            y = squeezed(total + discount * unsqueezed(beyond[row][best].item(), cfg.rescale), cfg.rescale)
+            error = q[start][action[start]] - y
+            errors.append(abs(error.item()))
+            small = not cfg.huber or errors[-1] < 1
+            loss = loss + batch.weight[b] * (error**2 / 2 if small else error.abs() - 0.5)
+        eta = cfg.eta if isinstance(cfg, R2d2) else 1.0
+        priorities.append(eta * max(errors) + (1 - eta) * sum(errors) / len(errors) if errors else 0.0)
+    return loss / t.action.shape[1], priorities
+
+
+def learner_of(cfg: FromPriorities, spec: Spec = SPEC, net: Net = NET, core: Any = CORE) -> PriorityLearner:
+    """Weights, and other ones in the target, both far from where they start."""
+    learner = cfg.learner(cfg.agent(spec, net, core), 1000)
+    shaken(learner.agent)
+    shaken(learner.target.module, 2)
+    return learner
+
+
+def batch_for(cfg: FromPriorities, spec: Spec = SPEC, seed: int = 0, state: bool = False) -> Batch:
+    """Borders, ends and lost lives anywhere; weights as a replay would give."""
+    t = windows(seed, T=cfg.burn_in + cfg.length + cfg.n_step, B=4, state=state)
+    action = t.action if spec.legal is None else torch.where(torch.tensor(spec.legal)[t.action], t.action, 0)
+    rng = torch.Generator().manual_seed(seed)
+    q = torch.randn(*action.shape, spec.num_actions, generator=rng)
+    weight = 0.2 + 0.8 * torch.rand(4, generator=rng)
+    return Batch(t._replace(action=action, aux={"q": q}), torch.arange(4), weight)
+
+
+LEGAL = SPEC._replace(legal=(True, False, True, True))
+TOY: dict[str, Any] = {"head": (7,), "discount": 0.9, "unroll": 1}
+LOSSES: dict[str, FromPriorities] = {
+    "apex": Apex(**TOY),
+    "apex, 1 step": Apex(**TOY, n_step=1, rescale=1e-2),
+    "apex, 5 steps": Apex(**TOY, n_step=5, burn_in=1),
+    "r2d2": R2d2(**TOY, burn_in=3, window=8, stored_state=True),
+    "r2d2, 1 step": R2d2(**TOY, burn_in=3, window=8, n_step=1, stored_state=True, rescale=None),
+    "r2d2, 3 steps": R2d2(**TOY, burn_in=1, window=6, n_step=3, stored_state=True, eta=0.5),
+    "r2d2, no burn-in": R2d2(**TOY, burn_in=0, window=5, n_step=3, stored_state=True),
+    "r2d2, memory empty at first": R2d2(**TOY, burn_in=3, window=8, n_step=3, stored_state=False),
+}
+CHANGES: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "single": {"double": False},
+    "huber": {"huber": True},
+    "no dueling": {"dueling": False},
+    "rescaled": {"rescale": 1e-2},
+    "clipped": {"reward_clip": "abs_one", "rescale": None},
+}
+TOLD = [(name, "as it is") for name in LOSSES] + [(name, rule) for name in ("apex", "r2d2") for rule in CHANGES]
+
+
+@double
+@pytest.mark.parametrize("spec", [SPEC, LEGAL], ids=["all actions", "some actions"])
+@pytest.mark.parametrize(("name", "rule"), list(dict.fromkeys(TOLD)))
+def test_loss_gradient_and_priorities_are_those_of_a_loop(name, rule, spec):
+    cfg = replace(LOSSES[name], **CHANGES[rule])
+    learner = learner_of(cfg, spec)
+    for seed in range(2):
+        batch = batch_for(cfg, spec, seed, state=bool(cfg.remembers))
+        loss, metrics, priorities = learner.weigh(batch)
+        expected, surprise = plain(learner, batch)
+        assert loss.item() == metrics["loss"].item() == pytest.approx(expected.item(), rel=1e-10)
+        assert priorities.tolist() == pytest.approx(surprise, rel=1e-10)
+        assert not priorities.requires_grad
+        found = gradients(loss, learner.agent)
+        assert_close(found, gradients(expected, learner.agent))
+        assert all(g.any() for g in found.values())
+
+
+@double
+def test_the_settings_of_the_cases_make_a_difference():
+    """An oracle that agrees with everything shows nothing."""
+    losses = []
+    for rule in CHANGES.values():
+        cfg = replace(LOSSES["r2d2"], **rule)
+        losses.append(learner_of(cfg).weigh(batch_for(cfg, state=True))[0].item())
+    for change in ({"n_step": 1}, {"n_step": 3}, {"burn_in": 1, "window": 6}, {"discount": 0.5}):
+        cfg = replace(LOSSES["r2d2"], **change)
+        batch = batch_for(LOSSES["r2d2"], state=True)
+        t = batch.trajectory
+        rows = cfg.burn_in + cfg.length + cfg.n_step  # the same rows, but for those no longer needed
+        step, action, aux = tree.map(lambda x, n=rows: x[:n], (t.step, t.action, t.aux))
+        losses.append(learner_of(cfg).weigh(batch._replace(trajectory=Trajectory(step, action, aux, *t[3:])))[0].item())
+    losses.append(learner_of(LOSSES["r2d2"]).weigh(batch_for(LOSSES["r2d2"]))[0].item())  # without its memory
+    assert len({round(x, 8) for x in losses}) == len(losses)
+
+
+@double
+def test_an_item_counts_as_its_weight_says_and_a_move_as_much_in_any_company():
+    cfg = LOSSES["r2d2"]
+    learner, batch = learner_of(cfg), batch_for(cfg, state=True)
+    assert batch.weight is not None
+    alone = []
+    for b in range(4):
+        t = batch.trajectory
+        step, action, aux = tree.map(lambda x, b=b: x[:, b : b + 1], (t.step, t.action, t.aux))
+        one = Trajectory(step, action, aux, tuple(s[b : b + 1] for s in t.state), t.version[:1])
+        alone.append(learner.weigh(Batch(one, None, torch.ones(1)))[0])
+    expected = (batch.weight * torch.stack(alone)).mean()
+    assert learner.weigh(batch)[0].item() == pytest.approx(expected.item(), rel=1e-12)
+
+
+# -- rows that nobody needs are not looked at -------------------------------------------------------------------------
+
+
+def pictures(rows: int, seed: int, density: float = 0.25) -> Trajectory:
+    rng = torch.Generator().manual_seed(seed)
+    shape = (rows, 4)
+    is_first = torch.rand(shape, generator=rng) < density
+    step = TimeStep(
+        obs=torch.randint(256, (*shape, *PICTURE.obs_shape), generator=rng, dtype=torch.uint8),
+        prev_action=torch.randint(4, shape, generator=rng),
+        reward=torch.randn(shape, generator=rng),
+        is_first=is_first,
+        is_terminal=(torch.rand(shape, generator=rng) < 0.2) & ~is_first,
+    )
+    action = torch.randint(4, shape, generator=rng)
+    return Trajectory(step, action, {"q": torch.randn(*shape, 4, generator=rng)}, (), torch.zeros(4))
+
+
+@double
+@pytest.mark.parametrize("rule", [{}, {"double": False}, {"rescale": 1e-2}], ids=str)
+@pytest.mark.parametrize(("length", "n_step"), [(1, 2), (1, 3), (1, 5), (2, 3), (3, 5)])
+@pytest.mark.parametrize("remembered", [False, True])
+def test_without_memory_a_few_rows_alone_tell_the_same_as_all(length, n_step, rule, remembered, monkeypatch):
+    cfg = Apex(head=(7,), burn_in=3, n_step=n_step, **rule)
+    learner = learner_of(cfg, PICTURE, Net(encoder=SmallCnn(hidden_size=6), frame_stack=4), Ff())
+    seen: list[int] = []
+    learner.agent.torso.encoder.register_forward_hook(lambda _, inputs, __: seen.append(len(inputs[0])))
+    for seed in range(2):
+        t = pictures(3 + length + n_step, seed)
+        if remembered:
+            t = t._replace(state=(t.step.obs[[2, 0, 1], :].transpose(0, 1).contiguous(),))
+        assert t.step.is_first[1:].any()
+        fast = learner.judge(t, length)
+        assert seen == [4 * length, 4 * length]  # what is trained, and what it leads to
+        with monkeypatch.context() as patch:
+            patch.setattr(Torso, "memoryless", False)
+            slow = learner.judge(t, length)
+        assert seen[2:] == [4 * 3, 4 * (length + n_step)]
+        seen.clear()
+        for name in ("value", "target", "first"):
+            a, b = getattr(fast, name), getattr(slow, name)
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13, msg=lambda m, name=name: f"{name}: {m}")
+        assert torch.equal(fast.valid, slow.valid)
+        assert len(fast.state) == len(slow.state) == 1
+        assert torch.equal(fast.state[0], slow.state[0])
+        a, b = (gradients((j.value - j.target).square().sum(), learner.agent) for j in (fast, slow))
+        assert_close(a, b)
+        assert all(g.any() for g in a.values())
+
+
+# -- the burn-in ------------------------------------------------------------------------------------------------------
+
+CORES = {"lstm": CORE, "delta-net": DELTA, "gpt": GPT}
+MEMORY = R2d2(**TOY, burn_in=3, window=8, n_step=3, stored_state=True)
+
+
+def memory_of(agent: QAgent) -> tuple[Tensor, ...]:
+    """After some other rows."""
+    step = windows(7, T=6, B=4).step
+    no = torch.zeros_like(step.is_first)
+    with torch.no_grad():
+        return agent.torso(step._replace(is_first=no), agent.initial_state(4))[1]
+
+
+@double
+@pytest.mark.parametrize("core", CORES.values(), ids=CORES)
+def test_no_gradient_flows_through_the_burn_in(core):
+    """The same as if memory had been brought up to date beforehand, by someone else."""
+    agent = MEMORY.agent(SPEC, NET, core)
+    shaken(agent)
+    with_burn_in = MEMORY.learner(agent, 1000)
+    without = replace(MEMORY, burn_in=0, window=5).learner(agent, 1000)
+    for seed in range(3):
+        batch = batch_for(MEMORY, seed=seed)
+        t = batch.trajectory._replace(state=memory_of(agent))
+        past, rest = split(t, 3)
+        with torch.no_grad():
+            state = agent.torso(past, t.state)[1]
+        loss, _, priorities = with_burn_in.weigh(batch._replace(trajectory=t))
+        expected, _, again = without.weigh(batch._replace(trajectory=rest._replace(state=state)))
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-10)
+        assert priorities.tolist() == pytest.approx(again.tolist(), rel=1e-10)
+        found = gradients(loss, agent)
+        assert_close(found, gradients(expected, agent))
+        with torch.enable_grad():  # it would be another one
+            carried = agent.torso(past, t.state)[1]
+        through = gradients(without.weigh(batch._replace(trajectory=rest._replace(state=carried)))[0], agent)
+        assert rest.step.is_first[0].all() or any(not torch.allclose(found[k], through[k]) for k in found)
+
+
+@double
+@pytest.mark.parametrize("core", [*CORES.values(), Ff()], ids=[*CORES, "ff"])
+def test_the_burn_in_is_remembered_but_not_taught(core):
+    learner = learner_of(MEMORY, core=core)
+    batch = batch_for(MEMORY)
+    t = batch.trajectory._replace(state=memory_of(learner.agent))
+    step = t.step._replace(is_first=torch.zeros_like(t.step.is_first), obs=t.step.obs.clone().requires_grad_())
+    loss, _, _ = learner.weigh(batch._replace(trajectory=t._replace(step=step)))
+    (slope,) = torch.autograd.grad(loss, step.obs)
+    assert not slope[:3].any()
+    assert slope[3:8].flatten(1).any(1).all()
+    told = learner.judge(t._replace(step=step), 5).value
+    for row in range(3):
+        other = step.obs.detach().clone()
+        other[row] += 0.5
+        changed = learner.judge(t._replace(step=step._replace(obs=other)), 5).value
+        assert torch.equal(told, changed) == (core == Ff())
+
+
+@double
+@pytest.mark.parametrize("burn_in", [1, 2])
+@pytest.mark.parametrize("core", CORES.values(), ids=CORES)
+def test_the_target_keeps_its_memory_apart_from_the_online_networks(core, burn_in):
+    """A core may write a single row into the memory it is given, where no gradient is recorded."""
+    cfg = replace(MEMORY, burn_in=burn_in, window=5 + burn_in)
+    learner, batch = learner_of(cfg, core=core), batch_for(cfg)
+    t = batch.trajectory._replace(state=memory_of(learner.agent))
+    before = [leaf.clone() for leaf in t.state]
+    told = learner.judge(t, 5)
+    assert all(torch.equal(a, b) for a, b in zip(before, t.state, strict=True))
+    with torch.no_grad():
+        q, _ = learner.agent(t.step, tuple(before))
+    expected = q[burn_in : burn_in + 5].gather(-1, t.action[burn_in : burn_in + 5, :, None]).squeeze(-1)
+    torch.testing.assert_close(told.value, expected, rtol=1e-10, atol=1e-12)
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+@double
+@pytest.mark.parametrize("hidden", [(), (6,), (6, 5)])
+@pytest.mark.parametrize("legal", [(True,) * 5, (False, True, True, False, True), (False, False, True, False, False)])
+def test_a_value_is_that_of_being_there_and_what_the_action_adds(hidden, legal):
+    head = Dueling(4, hidden, torch.tensor(legal), "torch")
+    shaken(head)
+    h = torch.randn(3, 2, 4)
+    q = head(h)
+    for t in range(3):
+        for b in range(2):
+            v, a = sequential(head.value, h[t, b]).item(), sequential(head.advantage, h[t, b]).tolist()
+            mean = sum(x for x, ok in zip(a, legal, strict=True) if ok) / sum(legal)
+            assert q[t, b].tolist() == pytest.approx([v + x - mean for x in a], rel=1e-10)
+
+
+@pytest.mark.parametrize("dueling", [True, False])
+def test_actions_that_do_nothing_are_never_chosen(dueling):
+    """However highly their part of the network thinks of them."""
+    spec = Spec("some", (3,), torch.float32, 6, legal=(False, True, True, False, True, False))
+    agent = Apex(head=(), dueling=dueling).agent(spec, Net(), Ff())
+    last: Any = agent.head.advantage[-1] if isinstance(agent.head, Dueling) else agent.head[-1]  # type: ignore[index]
+    with torch.no_grad():
+        last.bias[[0, 3, 5]] += 100
+    n, rng = 3000, torch.Generator().manual_seed(0)
+    none = torch.zeros(n, dtype=torch.bool)
+    step = TimeStep(torch.randn(n, 3), torch.zeros(n, dtype=torch.long), torch.zeros(n), none, none)
+    for explore in (None, torch.zeros(n), torch.full((n,), 0.5), torch.ones(n)):
+        action, aux, _ = agent.act(step, (), explore, rng)
+        counts = torch.bincount(action, minlength=6)
+        assert not counts[[0, 3, 5]].any()
+        if explore is not None and explore[0] == 1:
+            assert ((counts[[1, 2, 4]] - n / 3).abs() < 5 * math.sqrt(n * 2 / 9)).all()
+        assert aux["q"].isneginf().any(0).tolist() == [not ok for ok in spec.legal or ()]
+        assert aux["q"].isneginf().all(0).tolist() == [not ok for ok in spec.legal or ()]
+
+
+@double
+@pytest.mark.parametrize("both", [True, False])
+@pytest.mark.parametrize("dueling", [True, False])
+def test_actions_that_do_nothing_are_never_the_best_next(dueling, both):
+    """What the network makes of them changes neither targets nor gradients of the rest."""
+    cfg = replace(LOSSES["r2d2"], dueling=dueling, double=both)
+    learner, batch = learner_of(cfg, LEGAL), batch_for(cfg, LEGAL, state=True)
+    before = learner.judge(batch.trajectory, 5), learner.weigh(batch)
+    for agent in (learner.agent, learner.target.module):
+        last = agent.head.advantage[-1] if dueling else agent.head[-1]  # type: ignore
+        with torch.no_grad():
+            last.bias[1] += 1e3  # type: ignore
+    after = learner.judge(batch.trajectory, 5), learner.weigh(batch)
+    torch.testing.assert_close(before[0].target, after[0].target, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(before[0].value, after[0].value, rtol=1e-12, atol=1e-12)
+    assert all(value.isfinite() for value in after[1][1].values())
+    slopes = gradients(after[1][0], learner.agent)
+    assert all(g.isfinite().all() for g in slopes.values())
+    name = "head.advantage.2.bias" if dueling else "head.2.bias"
+    assert slopes[name][1] == 0
+
+
+def size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def test_the_networks_are_as_large_as_those_of_rela():
+    net = Net(encoder=Shallow(hidden_size=512), frame_stack=4, prev_action=False, prev_reward=False)
+    assert size(Apex(head=()).agent(ATARI, net, Ff())) == 1_693_875
+    plain = replace(net, encoder=Shallow(num_layers=0))
+    assert size(R2d2(head=()).agent(ATARI, plain, Lstm(hidden=512))) == 7_562_931
+
+
+# -- exploration ------------------------------------------------------------------------------------------------------
+
+GOLDEN = np.load(Path(__file__).parent / "data" / "r2d2.npz")
+
+
+@pytest.mark.parametrize("cfg", [Apex(), R2d2()], ids=["apex", "r2d2"])
+@pytest.mark.parametrize("name", [k for k in GOLDEN.files if k.startswith("ladder/")])
+def test_every_environment_has_its_rung_and_the_first_is_the_boldest(cfg, name):
+    wanted = torch.from_numpy(GOLDEN[name]).float()
+    n = len(wanted)
+    none = torch.zeros(n, dtype=torch.bool)
+    told = cfg.explorer(n)(TimeStep(torch.zeros(n, 3), torch.zeros(n), torch.zeros(n), none, none))
+    torch.testing.assert_close(told, wanted, rtol=1e-6, atol=0)
+    assert told[0].item() == pytest.approx(0.4)
+    assert (told.diff() < 0).all()
+
+
+def test_rungs_are_set_by_two_numbers():
+    none = torch.zeros(3, dtype=torch.bool)
+    row = TimeStep(torch.zeros(3, 3), torch.zeros(3), torch.zeros(3), none, none)
+    told = Apex(epsilon_base=0.5, epsilon_alpha=2.0).explorer(3)(row)
+    assert told.tolist() == pytest.approx([0.5, 0.25, 0.125])
+
+
+@pytest.mark.parametrize("player", ["apex", "r2d2, lstm"])
+def test_weights_bring_no_exploration_of_their_own(player):
+    """Each environment has its rung; an epsilon that travelled with the weights would cover the lower ones."""
+    learner, replay = played(player)
+    assert learner.agent.epsilon.item() == 0.0
+    for _ in range(3):
+        update = learner.update(batch_of(replay)[0])
+        assert learner.agent.epsilon.item() == update.metrics["epsilon"].item() == 0.0
+
+
+# -- priorities go back -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("player", ["apex", "r2d2, lstm"])
+def test_an_update_returns_the_priorities_of_before_it(player):
+    learner, replay = played(player, optimizer=Adam(lr=1e-2))
+    for _ in range(3):
+        batch, _ = batch_of(replay)
+        _, _, expected = learner.weigh(batch)
+        update = learner.update(batch)
+        assert update.priorities is not None and batch.keys is not None
+        assert torch.equal(update.priorities, expected)
+        replay.update(batch.keys, update.priorities)
+        slots = replay._slots(*np.divmod(batch.keys.numpy(), B))
+        told = torch.from_numpy(replay.tree.weights(slots)) ** (1 / replay.cfg.alpha)
+        torch.testing.assert_close(told, expected.double().clamp(min=1e-6), rtol=1e-5, atol=0)
+
+
+# -- what cannot be ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings", "sentence"),
+    [
+        (
+            R2d2,
+            {"window": 44},
+            r"algo\.burn-in=40 and algo\.n-step=5 are longer than algo\.window=44: raise that to 45 or more",
+        ),
+        (R2d2, {"stride": 60}, r"algo\.stride=60 must be a multiple of algo\.unroll=40: memory is kept where unrolls"),
+        (R2d2, {"stride": 60, "stored_state": True}, r"algo\.stride=60 must be a multiple of algo\.unroll=40"),
+        (R2d2, {"window": 100}, r"algo\.stride=60 must be a multiple of algo\.unroll=40"),
+        (R2d2, {"stride": 0}, r"algo\.stride=0 must be at least 1"),
+        (R2d2, {"eta": 1.1}, r"algo\.eta=1\.1 must lie in \[0, 1\]"),
+        (R2d2, {"eta": -0.1}, r"algo\.eta=-0\.1 must lie in \[0, 1\]"),
+        (R2d2, {"discount": None}, r"algo\.discount=None is not known to a replay that judges by surprise: give a num"),
+        (Apex, {"discount": None}, r"algo\.discount=None is not known"),
+        (Apex, {"n_step": 0}, r"algo\.n-step=0 must be at least 1"),
+        (R2d2, {"n_step": 0}, r"algo\.n-step=0 must be at least 1"),
+        (Dqn, {"n_step": 0}, r"algo\.n-step=0 must be at least 1"),
+        (Dqn, {"trace_decay": 0.8, "n_step": 3}, r"algo\.trace-decay=0\.8 and algo\.n-step=3 exclude each other: set"),
+        (Apex, {"burn_in": -1}, r"algo\.burn-in=-1 must be at least 0"),
+        (Apex, {"alpha": 1.5}, r"algo\.alpha=1\.5 must lie in \[0, 1\]"),
+        (Apex, {"beta": -1.0}, r"algo\.beta=-1\.0 must lie in \[0, 1\]"),
+        (Apex, {"epsilon_base": 2.0}, r"algo\.epsilon-base=2\.0 must lie in \[0, 1\]"),
+        (Apex, {"priority_floor": 0.0}, r"algo\.priority-floor=0\.0 must be positive"),
+        (R2d2, {"rescale": 0.0}, r"algo\.rescale=0\.0 must be positive, or None"),
+    ],
+)
+def test_numbers_that_cannot_work_are_refused_in_a_sentence(cls, settings, sentence):
+    with pytest.raises(UserError, match=sentence) as refused:
+        cls(**settings)
+    assert "\n" not in str(refused.value)
+
+
+def test_what_is_next_to_the_refused_is_not():
+    R2d2(window=45, stride=40)
+    R2d2(stride=60, stored_state=False)
+    R2d2(window=100, unroll=20)
+    Dqn(trace_decay=0.8, n_step=1)
+    Dqn(n_step=3)
+
+
+@pytest.mark.parametrize("cfg", [Apex(burn_in=2), R2d2(burn_in=2, window=82, stored_state=False)], ids=["apex", "r2d2"])
+def test_a_burn_in_that_does_not_fill_the_frame_stack_is_refused(cfg):
+    net = Net(encoder=SmallCnn(hidden_size=6), frame_stack=4)
+    with pytest.raises(UserError, match=r"algo\.burn-in=2 rows do not fill net\.frame-stack=4: raise it to 3"):
+        cfg.agent(PICTURE, net, Ff())
+    cfg.agent(PICTURE, replace(net, frame_stack=3), Ff())
+    replace(cfg, burn_in=3, **({} if isinstance(cfg, Apex) else {"window": 83})).agent(PICTURE, net, Ff())
+
+
+def test_with_the_memory_of_the_actor_no_row_is_needed_to_fill_the_frame_stack():
+    net = Net(encoder=SmallCnn(hidden_size=6), frame_stack=4)
+    R2d2(burn_in=0, window=40, stored_state=True).agent(PICTURE, net, Ff())
+
+
+# -- where memory is stored -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _unlimited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of which nobody knows how much memory it has."""
+    monkeypatch.setattr("bestiary.machine.free_memory", lambda: None)
+
+
+unlimited = pytest.mark.usefixtures("_unlimited")
+
+
+@unlimited
+@pytest.mark.parametrize(
+    ("core", "capacity", "stored"),
+    [
+        (Lstm(hidden=512), 1_000_000, True),
+        (Gpt(width=64, window=128), 1_000_000, False),
+        (Gpt(width=64, window=128), 100_000, True),
+        (Ff(), 1_000_000, True),
+    ],
+    ids=["lstm", "gpt", "gpt, few rows", "ff"],
+)
+def test_memory_is_stored_unless_it_takes_much_room(core, capacity, stored):
+    spec = Spec("small", (3,), torch.float32, 4)
+    for asked in (None, True, False):
+        cfg = R2d2(stored_state=asked, capacity=capacity)
+        state = cfg.agent(spec, Net(), core).initial_state(1)
+        replay = cfg.replay(4).build(0, spec, state)
+        assert replay.cfg.stored_state == replay.ring.keep_states == (stored if asked is None else asked)
+        assert Apex().replay(4).build(0, spec, state).cfg.stored_state is False
+
+
+@unlimited
+def test_memory_may_take_as_much_room_as_rows_or_a_gibibyte():
+    spec = Spec("small", (10,), torch.float32, 4)
+    row = 10 * 4 + 4 * 4 + 8 + 8 + 8 + 4 + 1 + 1  # seen, values, two actions, version, reward, flags
+    for capacity, most in ((20_000_000, 40 * row), (40 * 2**10, 2**20)):
+        for extra, stored in ((0, True), (1, False)):
+            state = (torch.zeros(1, most + extra, dtype=torch.uint8),)
+            assert R2d2(capacity=capacity).replay(4).build(0, spec, state).cfg.stored_state is stored
+
+
+def test_the_replay_is_built_from_the_numbers_of_the_algorithm():
+    cfg = R2d2(
+        batch_size=5, window=70, burn_in=30, n_step=4, capacity=9000, warmup=1100, ratio=0.5, alpha=0.3, beta=0.2
+    )
+    built = cfg.replay(3)
+    assert (built.streams, built.batch_size, built.capacity, built.warmup, built.ratio) == (3, 5, 9000, 1100, 0.5)
+    assert (built.burn_in, built.length, built.n_step, built.stride) == (30, 40, 4, 40)
+    assert (built.alpha, built.beta, built.floor, built.unroll) == (0.3, 0.2, 1e-6, 40)
+    moves = Apex(burn_in=2, n_step=4).replay(3)
+    assert (moves.burn_in, moves.length, moves.n_step, moves.stride, moves.rows) == (2, 1, 4, 1, 7)

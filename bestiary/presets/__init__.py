@@ -28,6 +28,7 @@ PRESETS: dict[str, tuple[str, str]] = {
     "apex-paper": ("apex_r2d2", "the Ape-X paper on Asterix (or any Atari game): 360 environments"),
     "apex-rela": ("apex_r2d2", "rela's Ape-X: one life, all 18 actions"),
     "r2d2-small": ("apex_r2d2", "R2D2 + LSTM on Pong (or any Atari game) with settings for a small machine"),
+    "tmaze-r2d2": ("apex_r2d2", "R2D2 + Delta Net in a T-Maze of fifty cells with sequences of ten moves: a minute"),
     "r2d2-paper": ("apex_r2d2", "the R2D2 paper on Asterix (or any Atari game): 256 environments"),
     "r2d2-rela": ("apex_r2d2", "rela's R2D2: one life, all 18 actions, clipped rewards"),
     "impala-shallow": ("impala", "the IMPALA paper, shallow network, one Atari game"),

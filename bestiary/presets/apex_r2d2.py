@@ -14,6 +14,7 @@ from bestiary.envs import Atari
 from bestiary.experiment import Checkpoints, Evaluation, Experiment
 from bestiary.nets import Net, Shallow
 from bestiary.optim import Adam, RmsProp, RmsPropTf
+from bestiary.presets.memory_rl import quick_tmaze
 from bestiary.runtime import Local, Overlap
 
 PLAIN = Shallow(hidden_size=512, num_layers=0)  # straight from the convolutions
@@ -152,4 +153,29 @@ r2d2_small = replace(
     ),
     core=Lstm(hidden=256),
     net=Net(encoder=SMALL, init="orthogonal"),
+)
+
+# sequences of ten moves in a corridor of fifty: the cue reaches the junction through stored memory alone
+tmaze_r2d2 = replace(
+    quick_tmaze(50),
+    algo=R2d2(
+        unroll=10,
+        batch_size=32,
+        window=10,
+        burn_in=0,
+        stored_state=True,
+        capacity=20_000,  # memories stored longer ago are those of another network
+        warmup=5_000,
+        ratio=0.02,
+        discount=1.0,
+        n_step=5,
+        rescale=None,
+        period=100,
+        head=(64,),
+        grad_norm=1.0,
+        optimizer=Adam(lr=1e-3),
+        memory_lr=2e-4,  # so that they stay alike
+    ),
+    frames=300_000,
+    evaluation=Evaluation(every=20_000, episodes=50),
 )

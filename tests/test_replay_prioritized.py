@@ -2,6 +2,7 @@
 
 import io
 import re
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -112,7 +113,8 @@ def known(script: Script, cfg: Prioritized, newest: int) -> dict[int, float]:
 def weights_of(replay: PrioritizedReplay) -> dict[int, float]:
     """Key -> weight in the tree; what is not an item's has none."""
     replay.tree.check_valid()
-    keys = np.arange(replay.first * replay.cfg.streams, replay.next * replay.cfg.streams)
+    numbers = replay._held(np.arange(replay.next))
+    keys = (numbers[:, None] * replay.cfg.streams + np.arange(replay.cfg.streams)).flatten()
     slots = replay._slots(*np.divmod(keys, replay.cfg.streams))
     assert len(replay) == len(keys) == len(set(slots.tolist()))
     held = replay.tree.weights(slots)
@@ -480,6 +482,79 @@ def test_nobody_waits_for_less_than_one_update():
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+# -- what makes room ------------------------------------------------------------------------------------------------
+
+
+@every_shape
+def test_rows_that_are_worth_least_make_room(shape):
+    """Against a loop over blocks, a trajectory of all streams each, with priorities that change on the way."""
+    script, cfg = Script(501), settings(**shape, eviction="priority")
+    replay, rng = cfg.build(0), np.random.default_rng(0)
+    weight: dict[int, float] = {}
+    blocks: set[int] = set()
+
+    def rows_of(key: int) -> range:
+        return range(key // STREAMS * cfg.stride, key // STREAMS * cfg.stride + cfg.rows)
+
+    def worth(block: int) -> float:
+        return sum(w for key, w in weight.items() if rows_of(key)[0] // UNROLL == block)
+
+    for k in range(80):
+        for block in (0, 1) if k == 0 else (k + 1,):  # a trajectory's last row opens the next block
+            if len(blocks) == 10:  # 50 slots
+                lost = min((b for b in sorted(blocks) if b < block - -(-cfg.rows // UNROLL)), key=worth)
+                blocks.remove(lost)
+                weight = {key: w for key, w in weight.items() if lost not in {r // UNROLL for r in rows_of(key)}}
+            blocks.add(block)
+        replay.add(script.trajectory(k))
+        everything = known(script, replace(cfg, capacity=10_000), (k + 1) * UNROLL)
+        for key, w in everything.items():
+            if k * UNROLL < rows_of(key)[-1] <= (k + 1) * UNROLL and {r // UNROLL for r in rows_of(key)} <= blocks:
+                weight[key] = w
+        assert weights_of(replay) == pytest.approx(weight)
+        if replay.meter.due < 1 or not any(weight.values()):
+            continue
+        batch, keys = draw(replay)
+        first = torch.tensor([rows_of(key)[0] for key in keys])
+        stream = torch.tensor([key % STREAMS for key in keys])
+        step, action, _ = script.at(first + torch.arange(cfg.rows)[:, None], stream)
+        assert torch.equal(batch.trajectory.step.obs, step.obs)
+        assert torch.equal(batch.trajectory.action, action)
+        if cfg.stored_state:
+            for mine, theirs in zip(batch.trajectory.state, script.memory(first, stream), strict=True):
+                assert torch.equal(mine, theirs)
+        priority = rng.uniform(0, 9, len(keys)) * rng.integers(0, 2, len(keys))
+        replay.update(torch.tensor(keys), torch.from_numpy(priority))
+        weight |= {key: max(p, cfg.floor) ** cfg.alpha for key, p in zip(keys, priority.tolist(), strict=True)}
+
+
+@pytest.mark.parametrize(("eviction", "kept"), [("fifo", False), ("priority", True)])
+def test_what_surprises_most_is_kept_longest(eviction, kept):
+    script, cfg = Script(501, density=0.0), settings(eviction=eviction)
+    script.surprise[15:20] = 100.0
+    replay = cfg.build(0)
+    fill(replay, script, 60)
+    assert (max(weights_of(replay).values()) > 10) == kept
+
+
+def test_a_ring_of_spared_blocks_goes_on_after_a_restart():
+    script, cfg = Script(501), settings(eviction="priority")
+    replay, restored = cfg.build(0), cfg.build(0)
+    fill(replay, script, 40)
+    restored.load_state_dict(through_a_file(replay.state_dict()))
+    for k in range(40, 60):
+        for one in (replay, restored):
+            one.add(script.trajectory(k))
+        assert weights_of(replay) == weights_of(restored)
+        assert as_bits(replay.sample()) == as_bits(restored.sample())
+
+
+def test_a_ring_in_which_nothing_could_be_spared_is_refused():
+    script, cfg = Script(501), settings(burn_in=9, capacity=12 * STREAMS, eviction="priority")
+    with pytest.raises(UserError, match="raise it"):
+        fill(cfg.build(0), script, 5)
 
 
 def through_a_file(snapshot: Any) -> Any:

@@ -1,6 +1,7 @@
 """What Ape-X and R2D2 share: a rung of exploration for every environment, and replay by surprise."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -40,6 +41,8 @@ class FromPriorities(QLearning):
     """how much of that is undone by weighing what is drawn often less"""
     priority_floor: float = 1e-6
     """the least priority: what is understood is still drawn now and then"""
+    eviction: Literal["fifo", "priority"] = "fifo"
+    """which rows make room for new ones: the oldest, or the trajectory of the lowest priority"""
     epsilon_base: float = 0.4
     """chance of an action at random in the boldest environment"""
     epsilon_alpha: float = 7.0
@@ -91,6 +94,7 @@ class FromPriorities(QLearning):
             floor=self.priority_floor,
             stored_state=self.remembers,
             unroll=self.unroll,
+            eviction=self.eviction,
         )
 
     def first_priorities(self, t: Trajectory) -> Tensor:

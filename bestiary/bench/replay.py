@@ -152,7 +152,7 @@ def whole(cfg: Settings, batch: int) -> dict[str, float]:
     replay = full_replay(cfg, batch)
     rng, priorities = np.random.default_rng(0), new_priorities(cfg, batch)
     drawn = cycle([np.divmod(replay.tree.draw(batch, rng)[0], STREAMS) for _ in range(cfg.batches)])
-    rows = replay.first + np.arange(replay.cfg.rows)[:, None]
+    rows = np.arange(replay.cfg.rows)[:, None]
 
     def sample_and_update() -> None:
         for _ in range(cfg.batches):
@@ -163,8 +163,8 @@ def whole(cfg: Settings, batch: int) -> dict[str, float]:
 
     def copy() -> None:
         for _ in range(cfg.batches):
-            item, stream = next(drawn)
-            replay.ring.gather(item + rows, stream)
+            place, stream = next(drawn)
+            replay.ring.gather(replay.ring.number(place) + rows, stream)
 
     sides = {"whole": sample_and_update, "tree": with_tree(replay.tree, cfg, batch), "copying": copy}
     micros = {name: 1e6 * s / cfg.batches for name, s in medians(sides, cfg.rounds).items()}

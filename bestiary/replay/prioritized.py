@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from bestiary import tree
 from bestiary.errors import UserError
 from bestiary.machine import check_memory
 from bestiary.ops.priorities import importance
-from bestiary.replay.ring import Meter, Ring, bytes_needed
+from bestiary.replay.ring import Meter, Ring, SparingRing, bytes_needed
 from bestiary.replay.sum_tree import SumTree
 from bestiary.seeding import REPLAY, derive
 from bestiary.types import Batch, Snapshot, Spec, State, Trajectory
@@ -23,40 +24,50 @@ LITTLE = 2**30  # bytes nobody minds
 class PrioritizedReplay:
     """An item is a number of rows in a row of one stream, beginning at every `stride`-th.
 
-    Items carry numbers that never repeat: number k of a stream begins with row k * stride, and its weight lies in place
-    k % places of the tree. A priority that comes back for an item whose rows have been written over meanwhile is
-    recognised by its number and dropped. What a new item is worth is judged from what the actor has kept, once its
-    last row is there.
+    Items carry numbers that never repeat: number k of a stream begins with row k * stride, and its weight lies in the
+    tree where that row lies in the ring. A priority that comes back for an item whose rows have been written over
+    meanwhile is recognised by its number and dropped. What a new item is worth is judged from what the actor has kept,
+    once its last row is there.
     """
 
     def __init__(self, cfg: "Prioritized", seed: int) -> None:
         self.cfg = cfg
         self.seed = derive(seed, REPLAY)
-        self.ring = Ring(cfg.streams, cfg.capacity, bool(cfg.stored_state))
+        keep = bool(cfg.stored_state)
+        if cfg.eviction == "fifo":
+            self.ring = Ring(cfg.streams, cfg.capacity, keep)
+        else:
+            self.ring = SparingRing(cfg.streams, cfg.capacity, keep, cfg.rows, self._worth)
         self.meter = Meter(cfg.ratio, cfg.warmup)
-        self.places = (self.ring.slots - cfg.rows) // cfg.stride + 1  # items of a stream that can be held at once
-        self.tree = SumTree(self.places * cfg.streams)
-        self.first, self.next = 0, 0  # numbers of the oldest item held, and of the next to be complete
+        self.tree = SumTree(self.ring.slots * cfg.streams)
+        self.next = 0  # number of the next item to be complete
+        self.items = 0  # held
         self.late = 0  # priorities that came too late
 
     # -- in ------------------------------------------------------------------------------------------
 
     def add(self, trajectory: Trajectory) -> None:
-        self.ring.add(trajectory)
+        self.ring.add(trajectory, self._forget)
         self.meter.add(int((~trajectory.step.is_first[1:]).sum()))
-        self._forget(-(-self.ring.oldest // self.cfg.stride))
-        end = (self.ring.newest + 1 - self.cfg.rows) // self.cfg.stride + 1
-        begin = max(self.next, self.first)
-        if end > begin:
-            self._judge(np.arange(begin, end))
-        self.next = max(begin, end)  # an item may be lost in the moment in which it is complete
+        end = max(self.next, (self.ring.newest + 1 - self.cfg.rows) // self.cfg.stride + 1)
+        complete = self._held(np.arange(self.next, end))  # an item may be lost in the moment in which it is complete
+        if len(complete):
+            self._judge(complete)
+        self.next = end
 
-    def _forget(self, first: int) -> None:
-        """Items before this one have lost rows."""
-        gone = np.arange(self.first, min(first, self.next))
+    def _held(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        return numbers[self.ring.holds(numbers * self.cfg.stride, self.cfg.rows)]
+
+    def _forget(self, rows: range) -> None:
+        """Items that have one of these rows are lost with them."""
+        first = max(0, -(-(rows.start - self.cfg.rows + 1) // self.cfg.stride))
+        gone = self._held(np.arange(first, min((rows.stop - 1) // self.cfg.stride + 1, self.next)))
         slots = self._slots(gone[:, None], np.arange(self.cfg.streams)).flatten()
         self.tree.set(slots, np.zeros(len(slots)))
-        self.first = max(self.first, first)
+        self.items -= len(slots)
+
+    def _worth(self) -> NDArray[np.float64]:
+        return self.tree.leaves().reshape(-1, self.cfg.streams)
 
     def _judge(self, numbers: NDArray[np.int64]) -> None:
         number, stream = (x.flatten() for x in np.meshgrid(numbers, np.arange(self.cfg.streams), indexing="ij"))
@@ -66,6 +77,7 @@ class PrioritizedReplay:
         # where every move leads into another episode there is nothing to learn
         weight = np.where(opens.all(0).numpy(), 0.0, self._weight(priority))
         self.tree.set(self._slots(number, stream), weight)
+        self.items += len(number)
 
     def _weight(self, priority: Tensor) -> NDArray[np.float64]:
         """Not a number stays one, for the tree to refuse."""
@@ -73,7 +85,7 @@ class PrioritizedReplay:
         return np.where(np.isnan(least), np.nan, least**self.cfg.alpha)  # to the power of 0 it would be a number
 
     def _slots(self, number: NDArray[np.int64], stream: NDArray[np.int64]) -> NDArray[np.int64]:
-        return number % self.places * self.cfg.streams + stream
+        return self.ring.place(number * self.cfg.stride) * self.cfg.streams + stream
 
     def _rows(self, number: NDArray[np.int64]) -> NDArray[np.int64]:
         return number * self.cfg.stride + np.arange(self.cfg.rows)[:, None]
@@ -87,8 +99,8 @@ class PrioritizedReplay:
         rng = np.random.Generator(np.random.Philox(key=[self.seed, self.meter.batches]))
         self.meter.batches += 1
         slots, weight = self.tree.draw(self.cfg.batch_size, rng)
-        place, stream = slots // self.cfg.streams, slots % self.cfg.streams
-        number = self.next - 1 - (self.next - 1 - place) % self.places
+        place, stream = np.divmod(slots, self.cfg.streams)
+        number = self.ring.number(place) // self.cfg.stride
         t = self.ring.gather(self._rows(number), stream)
         start = number * self.cfg.stride
         later = start + self.cfg.burn_in
@@ -102,14 +114,14 @@ class PrioritizedReplay:
 
     def __len__(self) -> int:
         """Items held."""
-        return (self.next - self.first) * self.cfg.streams
+        return self.items
 
     def _is_empty(self) -> bool:
         return self.tree.total == 0.0
 
     def update(self, keys: Tensor, priorities: Tensor) -> None:
         number, stream = np.divmod(keys.numpy(), self.cfg.streams)
-        weight, held = self._weight(priorities), number >= self.first
+        weight, held = self._weight(priorities), self.ring.holds(number * self.cfg.stride, self.cfg.rows)
         self.late += int((~held).sum())
         self.tree.set(self._slots(number, stream)[held], weight[held])
 
@@ -139,8 +151,8 @@ class PrioritizedReplay:
             **self.meter.state_dict(),
             **self.ring.state_dict(),
             "streams": self.cfg.streams,
-            "first": self.first,
             "next": self.next,
+            "items": self.items,
             "late": self.late,
             "weights": torch.from_numpy(self.tree.leaves()),
         }
@@ -152,7 +164,7 @@ class PrioritizedReplay:
             self.meter.latest = 0
             return
         self.ring.load_state_dict(state)
-        self.first, self.next = state["first"], state["next"]
+        self.next, self.items = state["next"], state["items"]
         self.tree.rebuild(state["weights"].numpy())
 
 
@@ -187,6 +199,8 @@ class Prioritized:
     """items begin with the memory the actor had there; None: if it takes no more room than rows, or little"""
     unroll: int = 1
     """moves of a trajectory: how often memory is kept"""
+    eviction: Literal["fifo", "priority"] = "fifo"
+    """which rows make room for new ones: the oldest, or the trajectory of the lowest priority"""
 
     @property
     def rows(self) -> int:

@@ -1,5 +1,6 @@
 """Where rows are kept: each once, in order, the oldest written over by the newest."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,28 @@ class Ring:
     def oldest(self) -> int:
         return max(0, self.newest - self.slots + 1)
 
+    def place(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The slots of rows."""
+        return row % self.slots
+
+    def number(self, place: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The rows that lie in slots now."""
+        return self.newest - (self.newest - place) % self.slots
+
+    def holds(self, first: NDArray[np.int64], rows: int) -> NDArray[np.bool_]:
+        """Whether all of so many rows, from these on, are there."""
+        return (first >= self.oldest) & (first + rows - 1 <= self.newest)
+
+    def state_place(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where memory just before rows with which trajectories began is kept."""
+        return row // self.unroll % (self.slots // self.unroll + 1)
+
+    def _make_room(self, last: int, forget: Callable[[range], None]) -> None:
+        """Rows up to `last` are about to be written: say which will be lost."""
+        lost = range(self.oldest, max(0, last - self.slots + 1))
+        if lost:
+            forget(lost)
+
     def check_room(self, **needed: int) -> None:
         """Refuse settings (flag=moves) that need more rows in a row than there are."""
         for name, moves in needed.items():
@@ -44,8 +67,8 @@ class Ring:
                     f"environments, fewer than the {moves} that --algo.{name} needs: raise it, or lower that"
                 )
 
-    def add(self, trajectory: Trajectory) -> int:
-        """Returns the number of its first row."""
+    def add(self, trajectory: Trajectory, forget: Callable[[range], None] = lambda rows: None) -> int:
+        """Returns the number of its first row; `forget` is told of rows just before they are written over."""
         unroll = len(trajectory.action) - 1
         version = trajectory.version.expand(unroll + 1, -1)
         rows = (trajectory.step, trajectory.action, trajectory.aux, version)
@@ -57,16 +80,18 @@ class Ring:
                 self.states = tree.map(lambda x: room(self.slots // unroll + 1, x), trajectory.state)
         assert unroll == self.unroll, "trajectories of one length only"
         start = max(self.newest, 0)  # the first row of this trajectory is the last of the one before
-        where = torch.arange(start, start + unroll + 1) % self.slots
-        tree.map(lambda store, new: store.index_copy_(0, where, new.to(store.device)), self.rows, rows)
-        for store, new in zip(self.states, trajectory.state if self.keep_states else (), strict=True):
-            store[start // unroll % len(store)].copy_(new)
+        self._make_room(start + unroll, forget)
         self.newest = start + unroll
+        where = torch.from_numpy(self.place(np.arange(start, self.newest + 1)))
+        tree.map(lambda store, new: store.index_copy_(0, where, new.to(store.device)), self.rows, rows)
+        at = int(self.state_place(np.array(start)))
+        for store, new in zip(self.states, trajectory.state if self.keep_states else (), strict=True):
+            store[at].copy_(new)
         return start
 
     def gather(self, row: NDArray[np.int64], stream: NDArray[np.int64], seen: bool = True) -> Trajectory:
         """Rows [T, B] of streams [B], without memory; without what was seen if that is not needed."""
-        at = torch.from_numpy(row % self.slots * self.streams + stream)
+        at = torch.from_numpy(self.place(row) * self.streams + stream)
         flat = at.flatten()
         step, *rest = self.rows
         kept = (step if seen else step._replace(obs=step.is_first), *rest)
@@ -79,7 +104,7 @@ class Ring:
         """Memory just before rows [B] with which trajectories began."""
         if not self.states:
             return ()
-        at, column = torch.from_numpy(row // self.unroll % len(self.states[0])), torch.from_numpy(stream)
+        at, column = torch.from_numpy(self.state_place(row)), torch.from_numpy(stream)
         return tree.map(lambda store: store[at, column], self.states)
 
     @property
@@ -108,6 +133,73 @@ class Ring:
             self.rows = tree.map(lambda x: room(self.slots, x[0]), held)
             tree.map(lambda store, x: store[: len(x)].copy_(x), self.rows, held)
             self.states = tuple(state["states"])
+
+
+class SparingRing(Ring):
+    """Not the oldest rows make room, but those worth least: a trajectory of all streams at a time.
+
+    A block holds the rows of one trajectory; which block lies where is looked up. The newest blocks, of which nothing
+    can be said yet, are spared.
+    """
+
+    def __init__(
+        self, streams: int, capacity: int, keep_states: bool, rows: int, worth: Callable[[], NDArray[np.float64]]
+    ) -> None:
+        """rows: of an item; worth: -> [slots, streams], what may be lost with each row."""
+        super().__init__(streams, capacity, keep_states)
+        self.item, self.worth = rows, worth
+        self.where = np.full(1_024, -1, np.int64)  # of every block there ever was; -1: given up, or not yet there
+        self.lies: NDArray[np.int64] = np.zeros(0, np.int64)  # which block lies in each place
+
+    @property
+    def oldest(self) -> int:
+        return int(self.lies.min()) * self.unroll if len(self.lies) else 0
+
+    def place(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self.where[row // self.unroll] * self.unroll + row % self.unroll
+
+    def number(self, place: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self.lies[place // self.unroll] * self.unroll + place % self.unroll
+
+    def holds(self, first: NDArray[np.int64], rows: int) -> NDArray[np.bool_]:
+        last = first + rows - 1
+        span = first // self.unroll + np.arange((rows - 1) // self.unroll + 2)[:, None]
+        return (self.where[np.minimum(span, last // self.unroll)] >= 0).all(0) & (last <= self.newest)
+
+    def state_place(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self.where[row // self.unroll]
+
+    def _make_room(self, last: int, forget: Callable[[range], None]) -> None:
+        for block in range((self.newest + self.unroll) // self.unroll, last // self.unroll + 1):
+            if block >= len(self.where):
+                self.where = np.concatenate([self.where, np.full_like(self.where, -1)])
+            at = len(self.lies)
+            if (at + 1) * self.unroll > self.slots:
+                at = self._least(block)
+                lost = self.lies[at]
+                forget(range(lost * self.unroll, (lost + 1) * self.unroll))
+                self.where[lost] = -1
+                self.lies[at] = block
+            else:
+                self.lies = np.append(self.lies, block)
+            self.where[block] = at
+
+    def _least(self, block: int) -> int:
+        """The place of the block worth least; of equals the oldest."""
+        spared = block - 1 - -(-self.item // self.unroll)
+        order = np.argsort(self.lies)
+        order = order[self.lies[order] <= spared]
+        if not len(order):
+            self.check_room(unroll=self.slots)  # refuses: there is never anything to give up
+        worth = self.worth()[: len(self.lies) * self.unroll].reshape(len(self.lies), -1).sum(1)
+        return int(order[worth[order].argmin()])
+
+    def state_dict(self) -> Snapshot:
+        return super().state_dict() | {"where": torch.from_numpy(self.where), "lies": torch.from_numpy(self.lies)}
+
+    def load_state_dict(self, state: Snapshot) -> None:
+        super().load_state_dict(state)
+        self.where, self.lies = state["where"].clone().numpy(), state["lies"].clone().numpy()
 
 
 def room(count: int, like: Tensor) -> Tensor:

@@ -309,6 +309,8 @@ def test_full_actions_are_all_eighteen_with_the_same_meaning():
     full = torch.tensor([a.value for a in used])
     with closing(make(Atari("Pong"))) as few, closing(make(Atari("Pong", full_actions=True))) as all_of_them:
         assert (few.spec.num_actions, all_of_them.spec.num_actions) == (6, 18)
+        assert few.spec.legal is None
+        assert np.flatnonzero(all_of_them.spec.legal).tolist() == full.tolist()
         action = random_actions(6, 60, 1)
         a, b = tell(few, action), tell(all_of_them, full[action])
     assert different_fields(a.rows, b.rows) == ["prev_action"]

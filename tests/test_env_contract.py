@@ -59,6 +59,7 @@ SMALL = {
         Case(Atari("Pong", time_limit_frames=480), rows=330, name="pong"),
         Case(Atari("Breakout"), rows=480, name="breakout"),
         Case(Atari("Breakout", life_loss=False, sticky=0.25), rows=480, name="breakout-games"),
+        Case(Atari("Breakout", one_life=True), rows=330, name="breakout-one-life"),
     ],
 }
 # an environment nobody listed is tested with its own defaults

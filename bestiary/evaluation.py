@@ -198,8 +198,7 @@ def evaluate(
         out["references"] = known._asdict()
     which = "" if len(modes) == 2 else f"-{modes[0]}"
     kind = ("-positive" if positive_only else "") + (f"-epsilon{epsilon:g}" if epsilon else "")
-    elsewhere = "".join(f"-{c.rpartition(': ')[0].strip('.') or 'env'}-{c.rpartition(' -> ')[2]}" for c in changed)
-    elsewhere = re.sub(r"[^\w.-]", "_", elsewhere)  # an id may have a slash in it
+    elsewhere = "".join("-" + re.sub(r"[^\w.]+", "-", change).strip("-") for change in changed)
     name = f"eval-{saved.meta['frames']}-{runs}x{episodes}-seed{seed}{which}{kind}{elsewhere}.json"
     run.write(name, json.dumps(out, indent=2))
     return out | {"file": str(run.path / name)}

@@ -56,6 +56,9 @@ def set_threads(asked: int | None, spec: Spec) -> int:
     return threads
 
 
+LITTLE = 2**30  # bytes that nobody minds, in memory or in a file
+
+
 def free_memory() -> int | None:
     """Bytes this process can still get, in the whole machine or in its container; None: unknown here."""
     try:

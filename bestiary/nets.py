@@ -359,9 +359,8 @@ class Torso(nn.Module):
         return self.stack(step.obs, step.is_first, state, last)[1]
 
     def at(self, step: TimeStep, state: State, rows: Tensor) -> Tensor:
-        """Features of rows [K, B] alone; without memory the others are not even looked at."""
-        if not self.memoryless:
-            return at_rows(self(step, state)[0], rows)
+        """Without memory: features of rows [K, B] alone. The others are not even looked at."""
+        assert self.memoryless
         obs, _ = self.stack(step.obs, step.is_first, state, rows)
         chosen = TimeStep(obs, *(at_rows(x, rows) for x in step[1:]))
         return self._through(chosen, ())[0]

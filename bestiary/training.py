@@ -18,10 +18,9 @@ from bestiary.evaluation import Beside, prepare
 from bestiary.experiment import Experiment
 from bestiary.extras import require
 from bestiary.logs import Recorder
+from bestiary.machine import LITTLE
 from bestiary.run import Run, new_path
 from bestiary.types import Episode, Progress, Snapshot
-
-LITTLE = 2**30  # bytes of experience that are saved without being asked to
 
 
 class Interval:

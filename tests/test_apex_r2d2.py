@@ -217,7 +217,7 @@ def plain(learner: PriorityLearner, batch: Batch) -> tuple[Tensor, list[float]]:
             beyond = [values(slow, h, legal) for h in after_burn_in(slow.torso, t, cfg.burn_in, b)]
         reward, is_first, is_terminal, action = (x[cfg.burn_in :, b].tolist() for x in (*t.step[2:], t.action))
         errors = []
-        for start in range(cfg.length):
+        for start in range(cfg.item.length):
             if is_first[start + 1]:
                 continue  # no move leads from one episode into the next
             total, discount, row = 0.0, 1.0, start
@@ -249,7 +249,7 @@ def learner_of(cfg: FromPriorities, spec: Spec = SPEC, net: Net = NET, core: Any
 
 def batch_for(cfg: FromPriorities, spec: Spec = SPEC, seed: int = 0, state: bool = False) -> Batch:
     """Borders, ends and lost lives anywhere; weights as a replay would give."""
-    t = windows(seed, T=cfg.burn_in + cfg.length + cfg.n_step, B=4, state=state)
+    t = windows(seed, T=cfg.burn_in + cfg.item.length + cfg.n_step, B=4, state=state)
     action = t.action if spec.legal is None else torch.where(torch.tensor(spec.legal)[t.action], t.action, 0)
     rng = torch.Generator().manual_seed(seed)
     q = torch.randn(*action.shape, spec.num_actions, generator=rng)
@@ -287,7 +287,7 @@ def test_loss_gradient_and_priorities_are_those_of_a_loop(name, rule, spec):
     cfg = replace(LOSSES[name], **CHANGES[rule])
     learner = learner_of(cfg, spec)
     for seed in range(2):
-        batch = batch_for(cfg, spec, seed, state=bool(cfg.remembers))
+        batch = batch_for(cfg, spec, seed, state=bool(cfg.item.stored_state))
         loss, metrics, priorities = learner.weigh(batch)
         expected, surprise = plain(learner, batch)
         assert loss.item() == metrics["loss"].item() == pytest.approx(expected.item(), rel=1e-10)
@@ -309,7 +309,7 @@ def test_the_settings_of_the_cases_make_a_difference():
         cfg = replace(LOSSES["r2d2"], **change)
         batch = batch_for(LOSSES["r2d2"], state=True)
         t = batch.trajectory
-        rows = cfg.burn_in + cfg.length + cfg.n_step  # the same rows, but for those no longer needed
+        rows = cfg.burn_in + cfg.item.length + cfg.n_step  # the same rows, but for those no longer needed
         step, action, aux = tree.map(lambda x, n=rows: x[:n], (t.step, t.action, t.aux))
         losses.append(learner_of(cfg).weigh(batch._replace(trajectory=Trajectory(step, action, aux, *t[3:])))[0].item())
     losses.append(learner_of(LOSSES["r2d2"]).weigh(batch_for(LOSSES["r2d2"]))[0].item())  # without its memory

@@ -195,7 +195,7 @@ def test_a_run_can_be_played_elsewhere_than_it_was_trained(tmp_path, capsys):
     # a maze of which no batch would fit into what the run remembers
     assert main(["eval", str(run.path), "--episodes", "4", "--env.length", "100", "--threads", "1"]) == 0
     assert "not as in training: length: 3 -> 100" in capsys.readouterr().out
-    (report,) = run.path.glob("eval-*-length-100.json")
+    (report,) = run.path.glob("eval-*-length-3-100.json")
     result = json.loads(report.read_text())
     assert result["protocol"]["env"]["length"] == 100
     assert result["greedy"]["steps"]["min"] > 3 + 1

@@ -552,9 +552,9 @@ def test_a_ring_of_spared_blocks_goes_on_after_a_restart():
 
 
 def test_a_ring_in_which_nothing_could_be_spared_is_refused():
-    script, cfg = Script(501), settings(burn_in=9, capacity=12 * STREAMS, eviction="priority")
-    with pytest.raises(UserError, match="raise it"):
-        fill(cfg.build(0), script, 5)
+    with pytest.raises(UserError, match=r"leaves nothing to choose from .* raise it to 60, or use fifo"):
+        settings(burn_in=9, capacity=12 * STREAMS, eviction="priority")
+    fill(settings(burn_in=9, capacity=60, eviction="priority").build(0), Script(501), 90)
 
 
 def through_a_file(snapshot: Any) -> Any:

@@ -262,7 +262,7 @@ def test_an_interrupted_stream_yields_no_episode_made_of_two(window):
         script = Script(101, density=0.1, number=number)
         for k in range(4):
             replay.add(script.trajectory(k))
-            t = draw(replay) if not replay._is_empty() else None
+            t = draw(replay) if not replay.is_empty() else None
             for b in range(0 if t is None else 32):
                 assert t is not None
                 kept = ~t.step.is_first[:, b].roll(-1) if window is None else torch.ones(7, dtype=torch.bool)
@@ -328,7 +328,7 @@ def test_updates_keep_their_ratio_to_moves_over_a_long_run(ratio, window):
         replay.add(script.trajectory(k))
         played += int((~script.is_first[k * UNROLL + 1 : (k + 1) * UNROLL + 1]).sum())  # resets are no moves
         given += drain(replay)
-        if not replay._is_empty():
+        if not replay.is_empty():
             assert 0 <= Fraction(str(ratio)) * played - given < 1 + 1e-9
         assert replay.meter.moves == played
     assert played < trajectories * UNROLL * STREAMS

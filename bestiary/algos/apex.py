@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from bestiary.algos.prioritized import FromPriorities
+from bestiary.algos.prioritized import FromPriorities, Item
 
 
 @dataclass(frozen=True)
@@ -17,17 +17,5 @@ class Apex(FromPriorities):
     ratio: float = 0.0015
 
     @property
-    def length(self) -> int:
-        return 1
-
-    @property
-    def mix(self) -> float:
-        return 1.0
-
-    @property
-    def remembers(self) -> bool:
-        return False
-
-    @property
-    def distance(self) -> int:
-        return 1
+    def item(self) -> Item:
+        return Item(length=1, stride=1, eta=1.0, stored_state=False)

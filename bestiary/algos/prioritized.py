@@ -1,7 +1,7 @@
 """What Ape-X and R2D2 share: a rung of exploration for every environment, and replay by surprise."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,15 @@ from bestiary.ops.priorities import sequence_priority
 from bestiary.optim import Adam, OptimizerConfig
 from bestiary.replay.prioritized import Prioritized
 from bestiary.types import Batch, Metrics, Spec, State, Trajectory
+
+
+class Item(NamedTuple):
+    """What is drawn."""
+
+    length: int  # moves that are trained
+    stride: int  # rows between the beginnings of two
+    eta: float  # of the largest error in its priority; the rest is of their mean
+    stored_state: bool | None  # whether it begins with the memory of the actor; None: where there is room
 
 
 @dataclass(frozen=True)
@@ -58,23 +67,7 @@ class FromPriorities(QLearning):
             raise UserError(f"algo.burn-in={self.burn_in} must be at least 0")
 
     @property
-    def length(self) -> int:
-        """Moves of an item that are trained."""
-        raise NotImplementedError
-
-    @property
-    def mix(self) -> float:
-        """Of the largest error of an item in its priority; the rest is of their mean."""
-        raise NotImplementedError
-
-    @property
-    def remembers(self) -> bool | None:
-        """Whether items begin with the memory of the actor; None: where there is room."""
-        raise NotImplementedError
-
-    @property
-    def distance(self) -> int:
-        """Rows between the beginnings of two items."""
+    def item(self) -> Item:
         raise NotImplementedError
 
     def replay(self, num_envs: int) -> Prioritized:
@@ -83,16 +76,16 @@ class FromPriorities(QLearning):
             batch_size=self.batch_size,
             capacity=self.capacity,
             burn_in=self.burn_in,
-            length=self.length,
+            length=self.item.length,
             n_step=self.n_step,
-            stride=self.distance,
+            stride=self.item.stride,
             ratio=self.ratio,
             warmup=self.warmup,
             judge=self.first_priorities,
             alpha=self.alpha,
             beta=self.beta,
             floor=self.priority_floor,
-            stored_state=self.remembers,
+            stored_state=self.item.stored_state,
             unroll=self.unroll,
             eviction=self.eviction,
         )
@@ -102,17 +95,18 @@ class FromPriorities(QLearning):
         assert self.discount is not None
         _, t = split(t, self.burn_in)
         m = self.moves(t.step, self.discount)
-        reach = self.reach(m, self.length)
+        length = self.item.length
+        reach = self.reach(m, length)
         q = t.aux["q"]
         y = self.said(reach.target(self.worth(q.amax(-1).gather(0, reach.row))))
-        value = q[: self.length].gather(-1, t.action[: self.length, :, None]).squeeze(-1)
-        return sequence_priority(value - y, m.valid[: self.length], self.mix)
+        value = q[:length].gather(-1, t.action[:length, :, None]).squeeze(-1)
+        return sequence_priority(value - y, m.valid[:length], self.item.eta)
 
     def explorer(self, num_envs: int) -> Explorer:
         return Fixed(ladder(num_envs, self.epsilon_base, self.epsilon_alpha))
 
     def agent(self, spec: Spec, net: Net, core: CoreConfig) -> QAgent:
-        if net.frame_stack - 1 > self.burn_in and not self.remembers:
+        if net.frame_stack - 1 > self.burn_in and not self.item.stored_state:
             raise UserError(
                 f"algo.burn-in={self.burn_in} rows do not fill net.frame-stack={net.frame_stack}: "
                 f"raise it to {net.frame_stack - 1}"
@@ -135,11 +129,11 @@ class PriorityLearner(QLearner):
     def weigh(self, batch: Batch) -> tuple[Tensor, Metrics, Tensor]:
         t = batch.trajectory
         assert batch.weight is not None
-        j = self.judge(t, self.cfg.length)
+        j = self.judge(t, self.cfg.item.length)
         error = self.error(j) if self.cfg.huber else self.error(j) / 2  # half of squares, as both papers have it
         # sums over time: a move counts as much in a short sequence as in a long one
         loss = (batch.weight * (j.valid * error).sum(0)).mean()
-        priorities = sequence_priority(j.value.detach() - j.target, j.valid, self.cfg.mix)
+        priorities = sequence_priority(j.value.detach() - j.target, j.valid, self.cfg.item.eta)
         metrics = report(j, loss, share(j.valid.to(loss.dtype)))
         return loss, metrics | self.staleness(j, t.aux["q"][self.cfg.burn_in], batch.reached), priorities
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from bestiary.algos.prioritized import FromPriorities
+from bestiary.algos.prioritized import FromPriorities, Item
 from bestiary.errors import UserError
 
 
@@ -37,26 +37,15 @@ class R2d2(FromPriorities):
                 f"algo.burn-in={self.burn_in} and algo.n-step={self.n_step} are longer than algo.window={self.window}: "
                 f"raise that to {self.burn_in + self.n_step} or more"
             )
-        if self.distance < 1:
+        if self.item.stride < 1:
             raise UserError(f"algo.stride={self.stride} must be at least 1")
-        if self.stored_state is not False and self.distance % self.unroll:
+        if self.stored_state is not False and self.item.stride % self.unroll:
             raise UserError(
-                f"algo.stride={self.distance} must be a multiple of algo.unroll={self.unroll}: memory is kept where "
+                f"algo.stride={self.item.stride} must be a multiple of algo.unroll={self.unroll}: memory is kept where "
                 "unrolls begin"
             )
 
     @property
-    def length(self) -> int:
-        return self.window - self.burn_in
-
-    @property
-    def mix(self) -> float:
-        return self.eta
-
-    @property
-    def remembers(self) -> bool | None:
-        return self.stored_state
-
-    @property
-    def distance(self) -> int:
-        return self.length if self.stride is None else self.stride
+    def item(self) -> Item:
+        length = self.window - self.burn_in
+        return Item(length, length if self.stride is None else self.stride, self.eta, self.stored_state)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -18,13 +18,12 @@ from bestiary.actor import Actor
 from bestiary.algos import Apex, R2d2
 from bestiary.bench import medians
 from bestiary.config import Count
-from bestiary.cores import CoreConfig, Ff, Lstm
 from bestiary.envs import Atari
 from bestiary.envs.atari import AtariWorld
 from bestiary.errors import UserError
 from bestiary.experiment import Experiment
 from bestiary.machine import cores
-from bestiary.nets import Net, Shallow
+from bestiary.presets import preset
 from bestiary.replay.prioritized import PrioritizedReplay
 from bestiary.runtime import Local, Overlap
 from bestiary.runtime.local import LocalRuntime
@@ -51,6 +50,7 @@ BOUNDS = {
 
 @dataclass(frozen=True)
 class Settings:
+    preset: ClassVar[str]
     game: str = "Pong"
     envs: int = 32
     runtime: Literal["local", "overlap"] = "local"
@@ -66,19 +66,15 @@ class Settings:
 
     @property
     def title(self) -> str:
-        raise NotImplementedError
-
-    def parts(self) -> tuple[Apex | R2d2, Net, CoreConfig]:
-        raise NotImplementedError
+        return {Apex: "Ape-X", R2d2: "R2D2"}[type(preset(self.preset).algo)]
 
     def experiment(self) -> Experiment:
-        algo, net, core = self.parts()
+        base = preset(self.preset)
         machine = {"local": Local, "overlap": Overlap}[self.runtime]
-        return Experiment(
+        return replace(
+            base,
             env=Atari(game=self.game),
-            algo=algo,
-            net=net,
-            core=core,
+            algo=replace(base.algo, capacity=CAPACITY, warmup=self.warmup),
             runtime=machine(envs=self.envs, threads=self.threads),
             frames=10**12,  # never reached
         )
@@ -88,28 +84,14 @@ class Settings:
 class ApexAtari(Settings):
     """bestiary bench apex-atari"""
 
-    @property
-    def title(self) -> str:
-        return "Ape-X"
-
-    def parts(self) -> tuple[Apex, Net, CoreConfig]:
-        algo = Apex(unroll=8, batch_size=32, ratio=1 / 8, head=(), capacity=CAPACITY, warmup=self.warmup)
-        return algo, Net(encoder=Shallow(512), frame_stack=4, prev_action=False, prev_reward=False), Ff()
+    preset: ClassVar[str] = "apex-small"
 
 
 @dataclass(frozen=True)
 class R2d2Atari(Settings):
     """bestiary bench r2d2-atari"""
 
-    @property
-    def title(self) -> str:
-        return "R2D2"
-
-    def parts(self) -> tuple[R2d2, Net, CoreConfig]:
-        algo = R2d2(
-            unroll=20, batch_size=8, window=40, burn_in=20, ratio=1 / 40, head=(), capacity=CAPACITY, warmup=self.warmup
-        )
-        return algo, Net(encoder=Shallow(512)), Lstm(hidden=256)
+    preset: ClassVar[str] = "r2d2-small"
 
 
 class Parts:
@@ -239,7 +221,8 @@ def measure(cfg: Settings) -> dict[str, float]:
 
 def main(cfg: Settings) -> dict[str, Any]:
     r = measure(cfg)
-    algo, _, _ = cfg.parts()
+    algo = cfg.experiment().algo
+    assert isinstance(algo, Apex | R2d2)
     setting = f"T={algo.unroll}, {cfg.envs} environments, batch {algo.batch_size}, {torch.get_num_threads()} threads"
     table = Table(
         title=f"{cfg.title} on {cfg.game}, {cfg.runtime}: {setting}", title_justify="left", box=None, padding=(0, 2)

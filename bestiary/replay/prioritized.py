@@ -11,17 +11,15 @@ from torch import Tensor
 
 from bestiary import tree
 from bestiary.errors import UserError
-from bestiary.machine import check_memory
+from bestiary.machine import LITTLE, check_memory
 from bestiary.ops.priorities import importance
-from bestiary.replay.ring import Meter, Ring, SparingRing, bytes_needed
+from bestiary.replay.ring import Meter, Ring, RingReplay, SparingRing, bytes_needed
 from bestiary.replay.sum_tree import SumTree
 from bestiary.seeding import REPLAY, derive
 from bestiary.types import Batch, Snapshot, Spec, State, Trajectory
 
-LITTLE = 2**30  # bytes nobody minds
 
-
-class PrioritizedReplay:
+class PrioritizedReplay(RingReplay):
     """An item is a number of rows in a row of one stream, beginning at every `stride`-th.
 
     Items carry numbers that never repeat: number k of a stream begins with row k * stride, and its weight lies in the
@@ -93,11 +91,9 @@ class PrioritizedReplay:
     # -- out -----------------------------------------------------------------------------------------
 
     def sample(self) -> Batch | None:
-        if self.meter.due < 1 or self._is_empty():
+        rng = self.next_draw()
+        if rng is None:
             return None
-        # a draw has an address, so there is no generator to save
-        rng = np.random.Generator(np.random.Philox(key=[self.seed, self.meter.batches]))
-        self.meter.batches += 1
         slots, weight = self.tree.draw(self.cfg.batch_size, rng)
         place, stream = np.divmod(slots, self.cfg.streams)
         number = self.ring.number(place) // self.cfg.stride
@@ -116,7 +112,7 @@ class PrioritizedReplay:
         """Items held."""
         return self.items
 
-    def _is_empty(self) -> bool:
+    def is_empty(self) -> bool:
         return self.tree.total == 0.0
 
     def update(self, keys: Tensor, priorities: Tensor) -> None:
@@ -125,21 +121,11 @@ class PrioritizedReplay:
         self.late += int((~held).sum())
         self.tree.set(self._slots(number, stream)[held], weight[held])
 
-    @property
-    def full(self) -> bool:
-        # while nothing can be drawn, waiting would be for ever
-        return self.meter.behind and not self._is_empty()
-
-    @property
-    def bytes(self) -> int:
-        return self.ring.bytes
-
     def metrics(self) -> dict[str, float]:
         """replay_ratio: moves trained per move played."""
         batches, moves = self.meter.batches, max(1, self.meter.moves)
         return {
-            **self.ring.metrics(),
-            **self.meter.metrics(),
+            **super().metrics(),
             "replay_ratio": batches * self.cfg.batch_size * self.cfg.length / moves,
             "late_priorities": self.late,
         }
@@ -147,25 +133,16 @@ class PrioritizedReplay:
     # -- checkpoints ---------------------------------------------------------------------------------
 
     def state_dict(self) -> Snapshot:
-        return {
-            **self.meter.state_dict(),
-            **self.ring.state_dict(),
-            "streams": self.cfg.streams,
-            "next": self.next,
-            "items": self.items,
-            "late": self.late,
-            "weights": torch.from_numpy(self.tree.leaves()),
-        }
+        mine = {"next": self.next, "items": self.items, "late": self.late}
+        return super().state_dict() | mine | {"weights": torch.from_numpy(self.tree.leaves())}
 
-    def load_state_dict(self, state: Snapshot) -> None:
-        self.meter.load_state_dict(state)
+    def load_state_dict(self, state: Snapshot) -> bool:
         self.late = state["late"]
-        if state["streams"] != self.cfg.streams:  # played on with another number of environments: rows do not fit
-            self.meter.latest = 0
-            return
-        self.ring.load_state_dict(state)
-        self.next, self.items = state["next"], state["items"]
-        self.tree.rebuild(state["weights"].numpy())
+        fits = super().load_state_dict(state)
+        if fits:
+            self.next, self.items = state["next"], state["items"]
+            self.tree.rebuild(state["weights"].numpy())
+        return fits
 
 
 @dataclass(frozen=True)
@@ -218,6 +195,12 @@ class Prioritized:
             raise UserError(
                 f"algo.capacity={self.capacity} cannot hold one sequence of {self.rows} rows for each of "
                 f"{self.streams} environments: raise it to {self.streams * self.rows}"
+            )
+        blocks, needed = (1 + self.capacity // self.streams) // self.unroll, 1 + -(-self.rows // self.unroll)
+        if self.eviction == "priority" and blocks < needed:
+            raise UserError(
+                f"algo.capacity={self.capacity} leaves nothing to choose from for --algo.eviction priority: "
+                f"raise it to {needed * self.unroll * self.streams}, or use fifo"
             )
         least = self.streams * self.rows + self.batch_size * self.stride
         if self.warmup < least:

@@ -189,8 +189,6 @@ class SparingRing(Ring):
         spared = block - 1 - -(-self.item // self.unroll)
         order = np.argsort(self.lies)
         order = order[self.lies[order] <= spared]
-        if not len(order):
-            self.check_room(unroll=self.slots)  # refuses: there is never anything to give up
         worth = self.worth()[: len(self.lies) * self.unroll].reshape(len(self.lies), -1).sum(1)
         return int(order[worth[order].argmin()])
 
@@ -243,3 +241,46 @@ class Meter:
 
     def load_state_dict(self, state: Snapshot) -> None:
         self.moves, self.batches, self.latest = state["moves"], state["batches"], state["latest"]
+
+
+class RingReplay:
+    """What replays over a ring share, however they draw."""
+
+    ring: Ring
+    meter: Meter
+    seed: int
+
+    def is_empty(self) -> bool:
+        """Nothing can be drawn."""
+        raise NotImplementedError
+
+    def next_draw(self) -> np.random.Generator | None:
+        """If one is due. A draw has an address, so there is no generator to save."""
+        if self.meter.due < 1 or self.is_empty():
+            return None
+        self.meter.batches += 1
+        return np.random.Generator(np.random.Philox(key=[self.seed, self.meter.batches - 1]))
+
+    @property
+    def full(self) -> bool:
+        # while nothing can be drawn, waiting would be for ever
+        return self.meter.behind and not self.is_empty()
+
+    @property
+    def bytes(self) -> int:
+        return self.ring.bytes
+
+    def metrics(self) -> dict[str, float]:
+        return self.ring.metrics() | self.meter.metrics()
+
+    def state_dict(self) -> Snapshot:
+        return self.meter.state_dict() | self.ring.state_dict() | {"streams": self.ring.streams}
+
+    def load_state_dict(self, state: Snapshot) -> bool:
+        """Returns whether rows fit: with another number of environments only the counters go on."""
+        self.meter.load_state_dict(state)
+        if state["streams"] != self.ring.streams:
+            self.meter.latest = 0
+            return False
+        self.ring.load_state_dict(state)
+        return True

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from bestiary.errors import UserError
 from bestiary.machine import check_memory
-from bestiary.replay.ring import Meter, Ring, bytes_needed
+from bestiary.replay.ring import Meter, Ring, RingReplay, bytes_needed
 from bestiary.seeding import REPLAY, derive
 from bestiary.types import Batch, Snapshot, Spec, State, Trajectory
 
 
-class UniformReplay:
+class UniformReplay(RingReplay):
     """Draws from a ring of rows: any finished episode, or any window, is as likely as any other."""
 
     def __init__(self, cfg: "Uniform", seed: int) -> None:
@@ -58,16 +58,14 @@ class UniformReplay:
         step = self.ring.unroll if self.cfg.stored_state and self.ring.unroll else 1
         return range(-(-self.ring.oldest // step) * step, self.ring.newest - window + 1, step)
 
-    def _is_empty(self) -> bool:
+    def is_empty(self) -> bool:
         """Nothing to draw from: no episode has ended yet, or no window is long enough."""
         return not (len(self.episodes) if self.cfg.window is None else self._starts(self.cfg.window))
 
     def sample(self) -> Batch | None:
-        if self.meter.due < 1 or self._is_empty():
+        rng = self.next_draw()
+        if rng is None:
             return None
-        # a draw has an address, so there is no generator to save
-        rng = np.random.Generator(np.random.Philox(key=[self.seed, self.meter.batches]))
-        self.meter.batches += 1
         return self._whole(rng) if self.cfg.window is None else self._windows(rng, self.cfg.window)
 
     def _whole(self, rng: np.random.Generator) -> Batch:
@@ -87,36 +85,17 @@ class UniformReplay:
     def update(self, keys: Tensor, priorities: Tensor) -> None:
         raise AssertionError("all rows are equally likely")
 
-    @property
-    def full(self) -> bool:
-        # while nothing can be drawn, waiting would be for ever
-        return self.meter.behind and not self._is_empty()
-
-    @property
-    def bytes(self) -> int:
-        return self.ring.bytes
-
-    def metrics(self) -> dict[str, float]:
-        return self.ring.metrics() | self.meter.metrics()
-
     # -- checkpoints ---------------------------------------------------------------------------------
 
     def state_dict(self) -> Snapshot:
-        return {
-            **self.meter.state_dict(),
-            **self.ring.state_dict(),
-            "opened": self.opened.tolist(),
-            "episodes": self.episodes.tolist(),
-        }
+        return super().state_dict() | {"opened": self.opened.tolist(), "episodes": self.episodes.tolist()}
 
-    def load_state_dict(self, state: Snapshot) -> None:
-        self.meter.load_state_dict(state)
-        if len(state["opened"]) != self.cfg.streams:  # played on with another number of environments: rows do not fit
-            self.meter.latest = 0
-            return
-        self.ring.load_state_dict(state)
-        self.opened = np.array(state["opened"], np.int64)
-        self.episodes = np.array(state["episodes"], np.int64).reshape(-1, 3)
+    def load_state_dict(self, state: Snapshot) -> bool:
+        fits = super().load_state_dict({"streams": len(state["opened"]), **state})
+        if fits:
+            self.opened = np.array(state["opened"], np.int64)
+            self.episodes = np.array(state["episodes"], np.int64).reshape(-1, 3)
+        return fits
 
 
 @dataclass(frozen=True)

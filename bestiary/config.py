@@ -62,6 +62,25 @@ Counts = Annotated[
 ]
 
 
+def parse_numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise UserError(f"{text!r} is not a list of numbers; write it like 200,300") from None
+
+
+Numbers = Annotated[
+    tuple[float, ...],
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="X,X,..",
+        instance_from_str=lambda args: parse_numbers(args[0]),
+        is_instance=lambda x: isinstance(x, tuple),
+        str_from_instance=lambda x: [",".join(map(str, x))],
+    ),
+]
+
+
 def encode(value: Any) -> Any:
     """A configuration as plain JSON; every dataclass says its kind."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

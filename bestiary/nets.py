@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bestiary.config import kebab
+from bestiary.config import Counts, kebab
 from bestiary.cores.base import CoreConfig
 from bestiary.errors import UserError
 from bestiary.types import Spec, State, TimeStep
@@ -35,14 +35,17 @@ class Shallow:
     hidden_size: int = 512
     num_layers: int = 1
     """0: straight from the convolutions into memory"""
+    filters: Counts = (32, 64, 64)
+    """of each convolution: half as many cost a third"""
 
     def convolutions(self, channels: int) -> nn.Sequential:
+        first, second, third = self.filters
         return nn.Sequential(
-            nn.Conv2d(channels, 32, 8, stride=4),
+            nn.Conv2d(channels, first, 8, stride=4),
             nn.ReLU(),
-            nn.Conv2d(32, 64, 4, stride=2),
+            nn.Conv2d(first, second, 4, stride=2),
             nn.ReLU(),
-            nn.Conv2d(64, 64, 3),
+            nn.Conv2d(second, third, 3),
             nn.ReLU(),
         )
 
@@ -81,6 +84,7 @@ class Mlp:
 
     hidden_size: int = 64
     num_layers: int = 1
+    """0: the observation as it is"""
 
     def convolutions(self, channels: int) -> nn.Sequential:
         return nn.Sequential()
@@ -120,9 +124,11 @@ class Net:
             if units is not None and units < 1:
                 raise UserError(f"net.{name.replace('_', '-')}={units} must be at least 1, or None for no layer")
         size, depth = getattr(self.encoder, "hidden_size", 1), getattr(self.encoder, "num_layers", 1)
-        least = 0 if isinstance(self.encoder, Shallow | Resnet) else 1  # without convolutions there would be nothing
-        if size < 1 or depth < least:
-            raise UserError(f"net.encoder needs hidden-size >= 1 and num-layers >= {least}, not {size} and {depth}")
+        if size < 1 or depth < 0:
+            raise UserError(f"net.encoder needs hidden-size >= 1 and num-layers >= 0, not {size} and {depth}")
+        filters = getattr(self.encoder, "filters", (1, 1, 1))
+        if len(filters) != 3 or min(filters) < 1:
+            raise UserError(f"net.encoder.filters={filters} must be three numbers, such as 32,64,64")
 
 
 MIN_PIXELS = {Shallow: 36, Resnet: 1, SmallCnn: 3, Mlp: 1}
@@ -145,6 +151,8 @@ def choose_encoder(encoder: EncoderConfig, spec: Spec) -> Shallow | Resnet | Sma
 class Encoder(nn.Module):
     """[N, ...] -> [N, width]: convolutions if any, then fully connected layers, ReLU after each."""
 
+    like: Tensor
+
     def __init__(self, cfg: EncoderConfig, spec: Spec, frame_stack: int) -> None:
         super().__init__()
         chosen = choose_encoder(cfg, spec)
@@ -160,9 +168,10 @@ class Encoder(nn.Module):
         self.width = widths[-1]
         self.shape = shape
         self.ends_linear = getattr(chosen, "ends_linear", False)
+        self.register_buffer("like", torch.empty(0), persistent=False)  # where and how exactly it computes
 
     def forward(self, obs: Tensor) -> Tensor:
-        x = obs.to(next(self.parameters()).dtype, memory_format=self.layout)
+        x = obs.to(self.like.dtype, memory_format=self.layout)
         if self.scale != 1.0:
             x = x.mul_(self.scale)
         x = self.convolutions(x).flatten(1)
@@ -318,7 +327,7 @@ class Torso(nn.Module):
         self.width = self.core.width
 
     def initial_state(self, batch_size: int) -> State:
-        device = next(self.encoder.parameters()).device
+        device = self.encoder.like.device
         return self.stack.initial_state(batch_size, device) + self.core.initial_state(batch_size)
 
     def to_tape(self, tape: "Tape") -> int | None:

@@ -183,7 +183,8 @@ def test_an_experiment_in_json_has_every_number_in_it():
         "momentum": 0.0,
         "centred": False,
     }
-    assert data["net"]["encoder"] == {"kind": "shallow", "hidden_size": 512, "num_layers": 1}
+    encoder = {"kind": "shallow", "hidden_size": 512, "num_layers": 1, "filters": [32, 64, 64]}
+    assert data["net"]["encoder"] == encoder
     assert data.keys() == {"kind", *(f.name for f in dataclasses.fields(Experiment))}
 
 

@@ -19,6 +19,7 @@ from bestiary.runtime import Local, Overlap
 
 PLAIN = Shallow(hidden_size=512, num_layers=0)  # straight from the convolutions
 SMALL = Shallow(hidden_size=512)
+NARROW = Shallow(hidden_size=256, filters=(16, 32, 32))  # learns a move in less than half the time
 
 apex_paper = Experiment(
     env=Atari(game="Asterix", life_loss=True),
@@ -114,7 +115,7 @@ apex_small = Experiment(
         batch_size=32,
         capacity=200_000,  # 1.4 GB
         warmup=10_000,
-        ratio=1 / 8,  # every move is trained four times
+        ratio=1 / 4,  # every move is trained eight times
         discount=0.99,
         n_step=3,
         reward_clip="abs_one",
@@ -125,9 +126,9 @@ apex_small = Experiment(
         optimizer=Adam(lr=2e-4, eps=1.5e-4),
     ),
     core=Ff(),
-    net=Net(encoder=SMALL, frame_stack=4, prev_action=False, prev_reward=False, init="orthogonal"),
+    net=Net(encoder=NARROW, frame_stack=4, prev_action=False, prev_reward=False, init="orthogonal"),
     runtime=Local(envs=32),
-    frames=4_000_000,  # = 1M agent steps
+    frames=2_000_000,  # = 500k agent steps
     evaluation=Evaluation(every=400_000, episodes=8),
 )
 
@@ -152,7 +153,7 @@ r2d2_small = replace(
         optimizer=Adam(lr=2e-4, eps=1.5e-4),
     ),
     core=Lstm(hidden=256),
-    net=Net(encoder=SMALL, init="orthogonal"),
+    net=Net(encoder=NARROW, init="orthogonal"),
 )
 
 # sequences of ten moves in a corridor of fifty: the cue reaches the junction through stored memory alone
@@ -170,12 +171,14 @@ tmaze_r2d2 = replace(
         discount=1.0,
         n_step=5,
         rescale=None,
-        period=100,
+        tau=0.01,
+        period=None,
         head=(64,),
         grad_norm=1.0,
         optimizer=Adam(lr=1e-3),
         memory_lr=2e-4,  # so that they stay alike
+        lr_decay="linear",  # what was solved stays solved
     ),
-    frames=300_000,
+    frames=400_000,
     evaluation=Evaluation(every=20_000, episodes=50),
 )

@@ -14,6 +14,7 @@ register_with_gymnasium()
 if TYPE_CHECKING:
     from bestiary.evaluation import evaluate
     from bestiary.experiment import Experiment, register
+    from bestiary.filming import video
     from bestiary.presets import preset
     from bestiary.run import Run
     from bestiary.training import iterate, train
@@ -26,8 +27,9 @@ _HOME = {  # imported when first used, so that `import bestiary` is quick
     "preset": "bestiary.presets",
     "register": "bestiary.experiment",
     "train": "bestiary.training",
+    "video": "bestiary.filming",  # a module of that name would hide it
 }
-__all__ = ["Experiment", "Run", "evaluate", "iterate", "preset", "register", "train"]
+__all__ = ["Experiment", "Run", "evaluate", "iterate", "preset", "register", "train", "video"]
 
 
 def __getattr__(name: str) -> Any:

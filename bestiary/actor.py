@@ -30,6 +30,7 @@ class Actor:
         self.row: tuple[TimeStep, torch.Tensor, dict[str, torch.Tensor]] | None = None
         self.before: State = ()  # memory just before that row
         self.after: State = ()
+        self.asked = torch.zeros(world.num_envs, 0)  # with what command the running episodes began
         self.fused = fused(self)  # None where a part of it cannot be compiled
 
     def load(self, weights: dict[str, torch.Tensor], version: int) -> None:
@@ -49,7 +50,7 @@ class Actor:
         rows, start, episodes = [self.row], tree.map(torch.clone, self.before), []
         for _ in range(self.length):
             step, ended = self.world.step(self.row[1])
-            episodes += ended
+            episodes += [e._replace(asked=tuple(self.asked[e.slot].tolist())) for e in ended]
             self._act(step)
             rows.append(self.row)
         step, action, aux = tree.stack(rows)
@@ -62,6 +63,9 @@ class Actor:
         explore = None if self.explorer is None else self.explorer(step)
         action, aux, self.after = self.agent.act(step, self.before, explore, self.rng)
         self.row = (step, action, aux)
+        if "command" in aux:
+            before = self.asked if self.asked.shape[1] else aux["command"]
+            self.asked = torch.where(step.is_first[:, None], aux["command"], before)
 
     def state_dict(self) -> Snapshot:
         """Everything that decides the next row."""
@@ -74,6 +78,7 @@ class Actor:
             "row": [tuple(step), action, aux],
             "before": self.before,
             "after": self.after,
+            "asked": self.asked,
             "world": self.world.state_dict(),
         }
 
@@ -86,4 +91,5 @@ class Actor:
         step, action, aux = tree.map(lambda x: x.to(self.device), state["row"])
         self.row = (TimeStep(*step), action, aux)
         self.before, self.after = tree.map(lambda x: x.to(self.device), (state["before"], state["after"]))
+        self.asked = state.get("asked", self.asked)  # not in checkpoints of 0.1
         self.world.load_state_dict(state["world"])

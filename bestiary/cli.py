@@ -13,9 +13,11 @@ Reinforcement learning with memory: every algorithm, every memory, every environ
 
 usage: bestiary COMMAND ...
 
-  train PRESET [part:choice ...] [--flags]   train, or continue if the run directory has a checkpoint
+  train PRESET [part:choice ...] [--flags]   train, or continue if the run directory has a checkpoint; --seeds N: many
   resume RUN                                 continue a run from its last checkpoint
   eval RUN                                   play whole games on fresh seeds; statistics as a table and as JSON
+  video RUN                                  film whole games on fresh seeds, as MP4
+  sweep PRESET --space SPACE                 search for good settings: trials of several seeds, side by side
   reproduce FIGURE                           a published figure: plan its runs, make what is missing, draw
   inspect RUN                                play an episode and draw what memory holds over time
   plot RUN ...                               learning curves of one or many runs, as PNG, SVG and CSV
@@ -83,5 +85,5 @@ def _command(module: str) -> Callable[[list[str]], int]:
 
 COMMANDS = {
     name: _command(name)
-    for name in ("train", "resume", "eval", "reproduce", "inspect", "plot", "list", "bench", "doctor")
+    for name in ("train", "resume", "eval", "video", "sweep", "reproduce", "inspect", "plot", "list", "bench", "doctor")
 }

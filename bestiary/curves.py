@@ -25,7 +25,7 @@ TABLES = {"episodes": "finished games", "evaluations": "evaluations", "metrics":
 NEAR = 0.02  # ends that differ by this share are the same: the last games of two runs never end together
 CHOICES = ("env", "core", "algo")  # what a label names first
 # runs that differ in these alone share a line
-SAME_LEARNING = ("seed", "evaluation", "checkpoint", "log", "runtime.threads", "runtime.device")
+SAME_LEARNING = ("seed", "evaluation", "checkpoint", "log", "video", "runtime.threads", "runtime.device")
 
 
 class Line(NamedTuple):

@@ -19,9 +19,10 @@ from torch import Tensor
 from bestiary import stats
 from bestiary.actor import Actor
 from bestiary.algos.base import Agent, load_weights
+from bestiary.algos.commanded import CommandAgent
 from bestiary.config import differences, encode
 from bestiary.envs import Atari, EnvConfig
-from bestiary.envs.base import references
+from bestiary.envs.base import for_evaluation, references
 from bestiary.envs.world import World
 from bestiary.errors import UserError
 from bestiary.experiment import Experiment
@@ -106,6 +107,24 @@ def build_agent(experiment: Experiment, spec: Spec, weights: dict[str, torch.Ten
     return agent.to(device).eval()
 
 
+def tell(agent: Agent, command: tuple[float, ...]) -> None:
+    """Set by hand what an agent is to reach."""
+    if not isinstance(agent, CommandAgent):
+        raise UserError("--command is for agents that follow commands (Udrl, Rcp); this one does not")
+    agent.tell(command)
+
+
+def commanded(episodes: list[Episode]) -> dict[str, Any]:
+    """What was asked for, against what was reached: returns (or advantages), and moves where they were given too."""
+    asked = [e.asked for e in episodes]
+    if not asked or not all(asked):
+        return {}
+    out = {"asked": stats.summary([a[0] for a in asked])}
+    if len(asked[0]) > 1:
+        out["asked_steps"] = stats.summary([a[1] for a in asked])
+    return out
+
+
 def report(episodes: list[Episode], game: str | None) -> dict[str, Any]:
     """Statistics per game and per life; success where there is such a thing; human-normalised for Atari."""
     scores = [e.score for e in episodes]
@@ -119,6 +138,7 @@ def report(episodes: list[Episode], game: str | None) -> dict[str, Any]:
     successes = [e.success for e in episodes if e.success is not None]
     if successes:
         out["success"] = stats.summary(successes)
+    out |= commanded(episodes)
     if game is not None:
         out["human_normalised"] = human_normalised(game, out["game"]["mean"])
     out["scores"] = scores
@@ -138,13 +158,15 @@ def evaluate(
     threads: int | None = None,
     env: EnvConfig | None = None,
     epsilon: float = 0.0,
+    command: tuple[float, ...] | None = None,
 ) -> dict[str, Any]:
     """Play a run's agent on seeds it was never trained on. Needs only the run directory; writes eval-*.json there.
 
     `runs` repeats the protocol on other seeds: the statistics are over all games, and the means of the
     repetitions are listed. `positive_only` replays a game, from a fresh start, until its final score is positive.
     `env` plays elsewhere than it was trained, for example in a longer maze. `epsilon` is the chance that an action,
-    whichever way it was chosen, is replaced by one at random.
+    whichever way it was chosen, is replaced by one at random. `command` is what an agent that follows commands is told
+    to reach, instead of what it would ask of itself.
     """
     if episodes < 1 or envs < 1 or runs < 1:
         raise UserError(f"episodes={episodes}, envs={envs} and runs={runs} must be at least 1")
@@ -152,8 +174,9 @@ def evaluate(
         raise UserError(f"epsilon={epsilon} must lie in [0, 1]")
     run = run if isinstance(run, Run) else Run(run)
     experiment = run.experiment()
-    changed = [] if env is None else differences(encode(experiment.env), encode(env))
-    experiment = experiment if env is None else replace(experiment, env=env)
+    usual = for_evaluation(experiment.env)
+    changed = [] if env is None else differences(encode(usual), encode(env))
+    experiment = replace(experiment, env=usual if env is None else env)
     saved = run.load(checkpoint)
     where = choose_device(device)
     keep_memory()
@@ -166,6 +189,8 @@ def evaluate(
         set_threads(threads, world.spec)
         try:
             agent = build_agent(experiment, world.spec, saved.weights, where)
+            if command is not None:
+                tell(agent, command)
             rng = torch.Generator(where).manual_seed(derive(experiment.seed, stream, ACTIONS))
             return world.spec, play(agent, world, episodes, mode, rng, accept, epsilon=epsilon)
         finally:
@@ -181,6 +206,7 @@ def evaluate(
             "seed": seed,
             "positive_only": positive_only,
             "epsilon": epsilon,
+            "command": command,
             "env": encode(experiment.env),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         },
@@ -198,15 +224,16 @@ def evaluate(
         out["references"] = known._asdict()
     which = "" if len(modes) == 2 else f"-{modes[0]}"
     kind = ("-positive" if positive_only else "") + (f"-epsilon{epsilon:g}" if epsilon else "")
+    kind += "" if command is None else "-command" + "-".join(f"{x:g}" for x in command)
     elsewhere = "".join("-" + re.sub(r"[^\w.]+", "-", change).strip("-") for change in changed)
     name = f"eval-{saved.meta['frames']}-{runs}x{episodes}-seed{seed}{which}{kind}{elsewhere}.json"
     run.write(name, json.dumps(out, indent=2))
     return out | {"file": str(run.path / name)}
 
 
-def _where(experiment: Experiment) -> EnvConfig:
+def evaluated_in(experiment: Experiment) -> EnvConfig:
     """The environment of evaluations during training."""
-    env, lives = experiment.env, experiment.evaluation.lives
+    env, lives = for_evaluation(experiment.env), experiment.evaluation.lives
     return replace(env, one_life=lives == "one") if isinstance(env, Atari) and lives != "as trained" else env
 
 
@@ -218,7 +245,7 @@ def prepare(
     All is built here and now; what is returned plays, until it is done or told to stop, in whatever thread.
     """
     plan = experiment.evaluation
-    world = _where(experiment).make(min(16, plan.episodes), experiment.seed, EVAL, threads)
+    world = evaluated_in(experiment).make(min(16, plan.episodes), experiment.seed, EVAL, threads)
     try:
         with torch.random.fork_rng(devices=[]):  # a new network draws from the stream that training draws from
             agent = build_agent(experiment, world.spec, weights, device)

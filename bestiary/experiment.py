@@ -72,6 +72,24 @@ class Logs:
 
 
 @dataclass(frozen=True)
+class Video:
+    """Greedy games on film while it learns: RUN/videos/FRAMES.mp4 (extra: video). Learning does not notice."""
+
+    every: Count | None = None
+    """frames between videos, with one more at the end; None: no videos"""
+    episodes: int = 1
+    """whole games per video"""
+    fps: float | None = None
+    """steps a second; None: what the environment is meant to be seen at"""
+
+    def __post_init__(self) -> None:
+        if self.episodes < 1 or (self.every is not None and self.every < 1):
+            raise UserError("video.episodes must be at least 1, and video.every at least 1 frame")
+        if self.fps is not None and self.fps <= 0:
+            raise UserError(f"video.fps={self.fps} must be positive")
+
+
+@dataclass(frozen=True)
 class Experiment:
     env: EnvConfig = field(default_factory=Catch)
     algo: AlgoConfig = field(default_factory=Impala)
@@ -86,6 +104,7 @@ class Experiment:
     evaluation: Evaluation = field(default_factory=Evaluation)
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
     log: Logs = field(default_factory=Logs)
+    video: Video = field(default_factory=Video)
 
     def __post_init__(self) -> None:
         if self.frames < 1:
@@ -109,9 +128,9 @@ class Experiment:
     def differs_from(self, other: "Experiment") -> list[str]:
         """What makes the results of two experiments incomparable.
 
-        How long, where and how often to log or save may change when a run goes on; the rest may not.
+        How long, where and how often to log, save or film may change when a run goes on; the rest may not.
         """
-        free = {"frames", "runtime", "evaluation", "checkpoint", "log"}
+        free = {"frames", "runtime", "evaluation", "checkpoint", "log", "video"}
         mine, theirs = ({k: v for k, v in encode(e).items() if k not in free} for e in (self, other))
         return differences(theirs, mine)
 

@@ -7,6 +7,7 @@ from bestiary.errors import UserError
 EXTRAS = {  # extra -> (module that shows it is there, what it is for)
     "atari": ("ale_py", "Atari games"),
     "box2d": ("Box2D", "LunarLander and other Box2D tasks"),
+    "envpool": ("envpool", "LunarLanders stepped in C++"),
     "plot": ("matplotlib", "pictures of curves"),
     "video": ("imageio_ffmpeg", "videos"),
     "wandb": ("wandb", "logging to Weights & Biases"),

@@ -71,8 +71,10 @@ class Recorder:
         if cfg.wandb:
             import wandb  # type: ignore[import-not-found]
 
+            # one of many seeds is known by the directory around it
+            name = f"{path.parent.name}-{path.name}" if path.name.startswith("seed") else path.name
             self.wandb = wandb.init(
-                project=cfg.wandb_project, id=path.name, name=path.name, resume="allow", config=settings, dir=str(path)
+                project=cfg.wandb_project, id=name, name=name, resume="allow", config=settings, dir=str(path)
             )
             self.wandb.define_metric("*", step_metric="frames")
 

@@ -40,15 +40,17 @@ class TensorflowRmsProp(torch.optim.Optimizer):
 
 
 class Pace:
-    """Learning rates that fall in a line to nothing over a budget; None: that stay."""
+    """Learning rates that fall in a line to a share of them, or nothing, over a budget; None: that stay."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, budget: float | None) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, budget: float | None, last: float = 0.0) -> None:
         self.optimizer = optimizer
+        self.last = last
         self.budget = None if budget is None else max(1.0, budget)
         self.rates = [group["lr"] for group in optimizer.param_groups]
 
     def at(self, spent: float) -> None:
-        share = 1.0 if self.budget is None else max(0.0, 1 - spent / self.budget)
+        spent = 0.0 if self.budget is None else min(1.0, spent / self.budget)
+        share = 1 - (1 - self.last) * spent
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * share
 
@@ -115,4 +117,17 @@ class Adam(_Rates):
         return torch.optim.Adam(parameters(module), lr=self.lr, betas=(self.beta1, self.beta2), eps=self.eps)
 
 
-OptimizerConfig = RmsProp | RmsPropTf | Adam
+@dataclass(frozen=True)
+class AdamW(Adam):
+    """Adam with weights that shrink by themselves, in proportion to the learning rate."""
+
+    weight_decay: float = 1e-4
+
+    def build(self, module: nn.Module | list[dict[str, Any]]) -> torch.optim.Optimizer:
+        betas = (self.beta1, self.beta2)
+        return torch.optim.AdamW(
+            parameters(module), lr=self.lr, betas=betas, eps=self.eps, weight_decay=self.weight_decay, fused=True
+        )
+
+
+OptimizerConfig = RmsProp | RmsPropTf | Adam | AdamW

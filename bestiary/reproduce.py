@@ -2,12 +2,8 @@
 
 import csv
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -17,9 +13,9 @@ from bestiary.curves import Line, Statistic, aggregate
 from bestiary.envs.base import References, references
 from bestiary.errors import UserError
 from bestiary.experiment import Experiment
+from bestiary.jobs import Ended, evaluations, finished, run_all
 from bestiary.presets import memory_rl
 from bestiary.presets.budgets import MEMORY_RL
-from bestiary.run import Run
 from bestiary.suggest import did_you_mean
 
 Scale = Literal["small", "paper"]
@@ -61,22 +57,13 @@ class Job(NamedTuple):
 
     @property
     def finished(self) -> bool:
-        """It has been evaluated after its last update."""
-        rows = self._evaluations()
-        return bool(rows) and int(rows[-1]["frames"]) >= self.experiment.frames
+        return finished(self)
 
     def result(self) -> float:
         known = references(self.experiment.env)
         assert known is not None
-        values = [float(row[known.metric]) for row in self._evaluations()]
+        values = [row[known.metric] for row in evaluations(self.path)]
         return float(np.mean(values[-max(1, round(LAST * len(values))) :]))
-
-    def _evaluations(self) -> list[dict[str, str]]:
-        path = self.path / "evaluations.csv"
-        if not path.exists():
-            return []
-        with path.open() as file:
-            return list(csv.DictReader(file))
 
 
 def plan(figure: str, scale: Scale, seeds: int, memories: Sequence[str], root: Path) -> list[Job]:
@@ -138,32 +125,29 @@ def estimate(jobs: Sequence[Job], root: Path) -> dict[str, float]:
     return known
 
 
-def make(jobs: Sequence[Job], workers: int, say: Callable[[str], None], seconds: dict[str, float]) -> list[str]:
+def make(
+    jobs: Sequence[Job],
+    workers: int,
+    say: Callable[[str], None],
+    seconds: dict[str, float],
+    stop: Callable[[], bool] = lambda: False,
+) -> list[str]:
     """Run what is not finished, several at once, each in a process of its own. Returns what went wrong."""
-    missing = [job for job in jobs if not job.finished]
-    left = {job.name: seconds[job.kind] for job in missing}
+    left = {job.name: seconds[job.kind] for job in jobs if not job.finished}
+    problems: list[str] = []
 
-    def run(job: Job) -> str | None:
-        start = time.monotonic()
-        Run.create(job.path, job.experiment)
-        done = subprocess.run(
-            [sys.executable, "-m", "bestiary", "resume", str(job.path), "--plain"],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-        )
+    def tell(ended: Ended[Job]) -> None:
+        job = ended.job
         del left[job.name]
-        if done.returncode or not job.finished:
-            complaint = (done.stderr.strip() or done.stdout.strip() or "it was interrupted").splitlines()[-1]
-            say(f"{job.name}: {complaint}")
-            return f"{job.name}: {complaint}"
-        took, rest = time.monotonic() - start, sum(left.values()) / workers
-        count = len(jobs) - len(left)
-        say(f"{count} of {len(jobs)}  {job.name}: {job.result():.2f} in {clock(took)}, about {clock(rest)} left")
-        return None
+        if ended.problem is not None:
+            problems.append(f"{job.name}: {ended.problem}")
+            say(problems[-1])
+            return
+        count, rest = len(jobs) - len(left), clock(sum(left.values()) / workers)
+        say(f"{count} of {len(jobs)}  {job.name}: {job.result():.2f} in {clock(ended.seconds)}, about {rest} left")
 
-    with ThreadPoolExecutor(workers) as pool:
-        return [problem for problem in pool.map(run, missing) if problem]
+    run_all(jobs, workers, tell, stop)
+    return problems
 
 
 def clock(seconds: float) -> str:

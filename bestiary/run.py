@@ -172,7 +172,7 @@ def new_path(name: str, seed: int, root: Path = Path("runs")) -> Path:
 def versions() -> dict[str, str]:
     """What could change a result, from an allow-list: never the environment variables."""
     found: dict[str, str] = {"python": platform.python_version(), "platform": platform.platform()}
-    for package in ("bestiary", "torch", "numpy", "gymnasium", "ale-py", "tyro", "safetensors"):
+    for package in ("bestiary", "torch", "numpy", "gymnasium", "ale-py", "box2d", "envpool", "tyro", "safetensors"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

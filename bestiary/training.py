@@ -4,6 +4,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from bestiary.checkpoint import Checkpoint, NotSaved
 from bestiary.config import encode, kebab
 from bestiary.display import Screen, Silent, View, count
 from bestiary.errors import UserError
-from bestiary.evaluation import Beside, prepare
+from bestiary.evaluation import Beside, commanded, evaluated_in, prepare
 from bestiary.experiment import Experiment
 from bestiary.extras import require
+from bestiary.filming import check, film
 from bestiary.logs import Recorder
 from bestiary.machine import LITTLE
 from bestiary.run import Run, new_path
@@ -92,6 +94,8 @@ class Session:
         self.stop = stop
         if experiment.log.wandb:
             require("wandb", "wandb")
+        if experiment.video.every:
+            check(evaluated_in(experiment), experiment.seed)
         existing = Run(path)
         saved = existing.load(checkpoint) if existing.saved() or checkpoint else None
         played = None if saved is None else existing.load_replay(checkpoint)
@@ -108,6 +112,7 @@ class Session:
             self.games = 0
             self.seconds = 0.0
             self.row_at = self.evaluated_at = 0  # frames
+            self.filmed_at = 0  # frames
             self.asked_at = 0  # frames when an evaluation was last begun beside training, or left out
             self.beside: Beside | None = None
             if saved is not None:
@@ -137,6 +142,7 @@ class Session:
                 if not self.stop() and self.runtime.frames >= self.experiment.frames:
                     self._end_beside(self.stop)
                     self._evaluate()
+                    self._film()
                     self.finished = not self.stop()
                 self._end_beside()
                 self.save()
@@ -183,6 +189,8 @@ class Session:
                 self._evaluate_beside()
             else:
                 self._evaluate()
+        if plan.video.every and progress.frames - self.filmed_at >= plan.video.every:
+            self._film()
         for milestone in plan.checkpoint.milestones:
             if self.runtime.frames >= milestone and not self.run.has_milestone(milestone):
                 self.run.save_milestone(milestone, self.runtime.frames, self.runtime.weights(), self._state())
@@ -228,9 +236,35 @@ class Session:
         score = _mean([e.score for e in games])
         values = {"score": score, "score_std": float(np.std([e.score for e in games])), "games": len(games)}
         success = _mean([e.success for e in games if e.success is not None])
+        values |= {name: found["mean"] for name, found in commanded(games).items()}
         self.recorder.evaluation(frames, values | {"game_steps": _mean([e.steps for e in games]), "success": success})
         self.run.save_best(frames, score, weights, self.experiment.checkpoint.best)
         self.screen.evaluated(frames, games)
+
+    def _film(self) -> None:
+        """The agent as it is now; that a video fails is no reason to stop learning."""
+        frames, plan = self.runtime.frames, self.experiment.video
+        if plan.every is None or frames == self.filmed_at:
+            return
+        path = self.run.path / "videos" / f"{frames:012d}.mp4"
+        self.screen.note(f"filming {path} ...")
+        experiment = replace(self.experiment, env=evaluated_in(self.experiment))
+        try:
+            film(
+                experiment,
+                self.runtime.weights(),
+                self.runtime.device,
+                path,
+                plan.episodes,
+                fps=plan.fps,
+                epsilon=experiment.evaluation.epsilon,
+                threads=self.runtime.threads,
+                stop=self.stop,
+            )
+        except UserError as e:
+            self.screen.note(f"no video at {count(frames)} frames: {e}")
+        if not self.stop():  # one that was broken off is made when the run goes on
+            self.filmed_at = frames
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -263,6 +297,7 @@ class Session:
             "seconds": self.seconds,
             "row_at": self.row_at,
             "evaluated_at": self.evaluated_at,
+            "filmed_at": self.filmed_at,
         }
 
     def _load(self, weights: Any, state: Snapshot, played: Snapshot | None) -> None:
@@ -275,6 +310,7 @@ class Session:
             self.recent.extend(state["recent"])
             self.games, self.seconds = state["games"], state["seconds"]
             self.row_at, self.evaluated_at = state["row_at"], state["evaluated_at"]
+            self.filmed_at = state.get("filmed_at", 0)  # not in checkpoints of 0.1
         except (KeyError, RuntimeError, TypeError) as e:
             reason = str(e).splitlines()[0]
             raise UserError(f"the checkpoint does not belong to this experiment: {reason}") from None

@@ -68,6 +68,7 @@ class Batch(NamedTuple):
     keys: Tensor | None = None  # whose priorities an update may change
     weight: Tensor | None = None  # [B] how much each counts; None: all the same
     reached: State = ()  # memory the actor had after the burn-in, where that is known
+    about: Metrics = {}  # what the replay says of all it holds
 
 
 class Update(NamedTuple):
@@ -85,6 +86,7 @@ class Episode(NamedTuple):
     lives: tuple[float, ...]  # return of each life; a single entry where there are no lives
     truncated: bool
     success: bool | None = None  # where the environment says what success is
+    asked: tuple[float, ...] = ()  # what the agent was told to reach: a return, perhaps in how many moves
 
 
 class Progress(NamedTuple):

@@ -11,7 +11,7 @@ from stories import PICTURE, Story, different_fields, random_actions, tell, tell
 
 from bestiary import tree
 from bestiary.config import kebab
-from bestiary.envs import Atari, Catch, Gym, KeyToDoor, Recall, TMaze, VisualMatch
+from bestiary.envs import Atari, Catch, Gym, KeyToDoor, LunarLander, Recall, TMaze, VisualMatch
 from bestiary.envs.world import World
 from bestiary.experiment import family
 from bestiary.seeding import EVAL, TRAIN
@@ -54,6 +54,11 @@ SMALL = {
         Case(Gym("CartPole-v1", processes=True), name="processes"),
         Case(Gym("MountainCar-v0"), rows=450, name="mountaincar"),
         Case(Gym(PICTURE), name="picture"),
+    ],
+    "lunar-lander": [
+        Case(LunarLander(), name="dense"),
+        Case(LunarLander(sparse=True, limit=60), name="sparse"),
+        Case(LunarLander(processes=True), name="processes"),
     ],
     "atari": [
         Case(Atari("Pong", time_limit_frames=480), rows=330, name="pong"),

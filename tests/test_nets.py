@@ -409,10 +409,10 @@ def test_a_stack_of_no_frames_is_refused(size):
 
 
 @pytest.mark.parametrize(
-    "encoder", [Shallow(hidden_size=0), Resnet(num_layers=-1), Mlp(hidden_size=-3), Mlp(num_layers=0)], ids=str
+    "encoder", [Shallow(hidden_size=0), Resnet(num_layers=-1), Mlp(hidden_size=-3), Mlp(num_layers=-1)], ids=str
 )
 def test_an_encoder_of_no_size_is_refused(encoder):
-    with pytest.raises(ValueError, match=r"net\.encoder needs hidden-size >= 1 and num-layers >= [01], not"):
+    with pytest.raises(ValueError, match=r"net\.encoder needs hidden-size >= 1 and num-layers >= 0, not"):
         Net(encoder=encoder)
 
 
@@ -422,3 +422,22 @@ def test_what_is_not_fed_has_no_layer():
     shown = Torso(spec, Net(action_units=5, reward_units=2, prev_action=False, prev_reward=False), Ff())
     plain = Torso(spec, Net(prev_action=False, prev_reward=False), Ff())
     assert [p.shape for p in shown.parameters()] == [p.shape for p in plain.parameters()]
+
+
+def test_without_layers_a_vector_goes_into_memory_as_it_is():
+    encoder = Encoder(Mlp(num_layers=0), VECTOR, 1)
+    obs = torch.randn(3, *VECTOR.obs_shape)
+    assert torch.equal(encoder(obs), obs) and encoder.width == obs.shape[1]
+    assert not list(encoder.parameters())
+
+
+@pytest.mark.parametrize("filters", [(16, 32), (16, 0, 32), (1, 2, 3, 4)])
+def test_filters_are_three(filters):
+    with pytest.raises(ValueError, match=r"net\.encoder\.filters=.* must be three numbers"):
+        Net(encoder=Shallow(filters=filters))
+
+
+def test_half_the_filters_are_a_smaller_network():
+    spec = Spec("", (1, 84, 84), torch.uint8, 4)
+    sizes = [count(Encoder(Shallow(256, filters=f), spec, 4)) for f in ((32, 64, 64), (16, 32, 32))]
+    assert sizes[1] == 4 * 64 * 16 + 16 + 16 * 16 * 32 + 32 + 32 * 9 * 32 + 32 + 49 * 32 * 256 + 256 < sizes[0] / 2

@@ -51,12 +51,20 @@ class Diverged(UserError):
 
 
 def apply_gradient(
-    loss: Tensor, module: nn.Module, optimizer: torch.optim.Optimizer, grad_norm: float | None, update: int
+    loss: Tensor,
+    module: nn.Module | list[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    grad_norm: float | None,
+    update: int,
 ) -> Tensor:
-    """One step down the loss, its gradient clipped to a norm (None: as it is). Returns the norm before."""
+    """One step down the loss, its gradient clipped to a norm (None: as it is). Returns the norm before.
+
+    To look up a module's parameters takes longer than an update of a small network: that may be done once.
+    """
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
-    norm = nn.utils.clip_grad_norm_(module.parameters(), math.inf if grad_norm is None else grad_norm)
+    found = module.parameters() if isinstance(module, nn.Module) else module
+    norm = nn.utils.clip_grad_norm_(found, math.inf if grad_norm is None else grad_norm)
     if not (torch.isfinite(loss) and torch.isfinite(norm)):
         raise Diverged(
             f"update {update} gave a loss of {loss.item()} and a gradient norm of {norm.item()}; "

@@ -8,9 +8,11 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from bestiary import seeds
 from bestiary.commands.parse import check_parts, load_plugins, parse
+from bestiary.config import parse_numbers
 from bestiary.envs import EnvConfig
-from bestiary.envs.base import References
+from bestiary.envs.base import References, for_evaluation
 from bestiary.errors import UserError
 from bestiary.evaluation import Mode, evaluate
 from bestiary.run import EXPERIMENT, Run
@@ -19,7 +21,7 @@ from bestiary.run import EXPERIMENT, Run
 @dataclass(frozen=True)
 class Eval:
     run: Annotated[Path, tyro.conf.Positional]
-    """run directory"""
+    """run directory, or one that holds the runs of several seeds"""
     episodes: int = 100
     """whole games per mode (and repetition)"""
     mode: Literal["both", "greedy", "sampled"] = "both"
@@ -35,6 +37,8 @@ class Eval:
     """of the evaluation; never one of training's"""
     epsilon: float = 0.0
     """chance that an action is replaced by one at random"""
+    command: str | None = None
+    """what an agent that follows commands is to reach, for example 200,300: a return, and in how many moves"""
     device: str = "auto"
     threads: int | None = None
     env: EnvConfig | None = None
@@ -46,18 +50,35 @@ def main(args: list[str]) -> int:
     cfg = read(args)
     modes: tuple[Mode, ...] = ("greedy", "sampled") if cfg.mode == "both" else (cfg.mode,)
     options = {k: v for k, v in vars(cfg).items() if k not in ("run", "mode")}
+    if cfg.command is not None:
+        options["command"] = parse_numbers(cfg.command)
+    if seeds.find(cfg.run):
+        return print_seeds(seeds.evaluate_seeds(cfg.run, modes=modes, say=print, **options), modes)
     print_report(evaluate(cfg.run, modes=modes, **options), modes)
     return 0
 
 
 def read(args: list[str]) -> Eval:
     """Settings of the environment are those of the run, unless changed."""
-    runs = [Path(word) for word in args if Path(word, EXPERIMENT).is_file()]
+    runs = [p for word in args for p in (Path(word), *seeds.find(Path(word))) if (p / EXPERIMENT).is_file()]
     elsewhere = any(word.startswith(("--env.", "env:")) for word in args)
     if elsewhere and not runs:
         raise UserError("--env.* plays a run elsewhere than it was trained: none of the words is a run directory")
-    default = Eval(runs[0], env=Run(runs[0]).experiment().env) if runs else None
+    default = Eval(runs[0], env=for_evaluation(Run(runs[0]).experiment().env)) if runs else None
     return parse(Eval, check_parts(args), "bestiary eval", default)
+
+
+def print_seeds(result: dict[str, Any], modes: tuple[Mode, ...]) -> int:
+    console = Console()
+    console.print(seeds.evaluation_table(result, modes))
+    if result["elsewhere"]:
+        console.print("not as in training: " + ", ".join(result["elsewhere"]))
+    if "references" in result:
+        console.print(str(References(**result["references"])))
+    console.print(f"written to {result['file']}", soft_wrap=True)
+    if result["missing"]:
+        raise UserError(f"seeds without such a checkpoint were left out: {', '.join(result['missing'])}")
+    return 0
 
 
 def print_report(result: dict[str, Any], modes: tuple[Mode, ...]) -> None:
@@ -83,6 +104,8 @@ def print_report(result: dict[str, Any], modes: tuple[Mode, ...]) -> None:
         console.print(str(References(**result["references"])))
     for mode in modes:
         extra = result[mode]
+        if "asked" in extra:
+            console.print(f"{mode}: {asked(extra)}")
         if extra.get("human_normalised") is not None:
             console.print(f"{mode}: {100 * extra['human_normalised']:.1f}% of human")
         if len(extra["run_means"]) > 1:
@@ -90,3 +113,12 @@ def print_report(result: dict[str, Any], modes: tuple[Mode, ...]) -> None:
         if extra["truncated"]:
             console.print(f"{mode}: {extra['truncated']} games were cut by the time limit")
     console.print(f"written to {result['file']}", soft_wrap=True)
+
+
+def asked(extra: dict[str, Any]) -> str:
+    """Commanded against achieved, in words."""
+    text = f"asked for {extra['asked']['mean']:.2f}"
+    if "asked_steps" not in extra:
+        return text
+    moves, took = extra["asked_steps"]["mean"], extra["steps"]["mean"]
+    return f"{text} in {moves:.0f} moves, reached {extra['game']['mean']:.2f} in {took:.0f}"

@@ -7,8 +7,10 @@ from typing import Annotated
 import tyro
 
 from bestiary.commands.parse import parse
+from bestiary.commands.train import Signals
 from bestiary.curves import Statistic
 from bestiary.errors import UserError
+from bestiary.jobs import workers
 from bestiary.reproduce import Scale, clock, estimate, make, picture, plan
 
 
@@ -35,11 +37,7 @@ class Settings:
 
 def main(args: list[str]) -> int:
     cfg = parse(Settings, args, "bestiary reproduce")
-    from bestiary.machine import cores
-
-    workers = cores() if cfg.jobs is None else cfg.jobs
-    if workers < 1:
-        raise UserError(f"jobs={workers} must be at least 1")
+    many = workers(cfg.jobs)
     root = cfg.out or Path("runs/reproduce") / f"{cfg.figure.replace('/', '-')}-{cfg.scale}"
     jobs = plan(cfg.figure, cfg.scale, cfg.seeds, cfg.cores, root)
     missing = [job for job in jobs if not job.finished]
@@ -48,15 +46,19 @@ def main(args: list[str]) -> int:
     )
     seconds = estimate(missing, root)
     total = sum(seconds[job.kind] for job in missing)
-    print(f"{len(missing)} to go: about {clock(total / workers)} with {workers} at a time", flush=True)
+    print(f"{len(missing)} to go: about {clock(total / many)} with {many} at a time", flush=True)
     if cfg.plan:
         for job in missing:
             print(f"  {job.name}: {job.experiment.frames:,} frames, {clock(seconds[job.kind])}")
         return 0
-    problems = make(jobs, workers, lambda text: print(text, flush=True), seconds)
+    stop = Signals()
+    problems = make(jobs, many, lambda text: print(text, flush=True), seconds, stop)
     if any(job.finished for job in jobs):
         files = picture(jobs, cfg.figure, root / "figure", cfg.aggregate)
         print(f"written to {', '.join(map(str, files))}")
+    if stop.received:
+        print("stopped; run this again to go on")
+        return 128 + stop.received
     if problems:
         raise UserError(f"{len(problems)} runs did not finish, the first: {problems[0]}; run this again to go on")
     return 0

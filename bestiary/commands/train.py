@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from rich.console import Console
+
 from bestiary.commands.parse import Flat, check_parts, load_plugins, parse
 from bestiary.display import Lines, Screen, choose_screen
+from bestiary.errors import UserError
 from bestiary.experiment import Experiment
 from bestiary.presets import PRESETS, preset
 from bestiary.run import Run, new_path
@@ -18,7 +21,11 @@ from bestiary.training import Session
 class Train:
     experiment: Flat
     run: Path | None = None
-    """run directory; None: a new one under runs/"""
+    """run directory, or with --seeds the one that holds theirs, DIR/seed25 ...; None: a new one under runs/"""
+    seeds: str | None = None
+    """train several side by side: how many from --seed on (5), a range (25..29) or a list (1,5,9)"""
+    jobs: int | None = None
+    """with --seeds, processes at a time; None: one per core"""
     plain: bool = False
     """plain lines even on a terminal"""
 
@@ -26,11 +33,15 @@ class Train:
 def main(args: list[str]) -> int:
     load_plugins()
     if not args or args[0] in ("-h", "--help"):
-        print("usage: bestiary train PRESET [part:choice ...] [--flags] [--run DIR]\n\npresets:")
+        print("usage: bestiary train PRESET [part:choice ...] [--flags] [--seeds 5] [--run DIR]\n\npresets:")
         print("\n".join(f"  {name:18} {text}" for name, (_, text) in PRESETS.items()))
         print("\n`bestiary train PRESET --help` lists every setting of a preset.")
         return 0 if args else 2
     chosen = read(args)
+    if chosen.seeds is not None:
+        return run_seeds(chosen, args[0])
+    if chosen.jobs is not None:
+        raise UserError("--jobs are for several seeds: name them with --seeds")
     path = chosen.run or new_path(args[0], chosen.experiment.seed)
     return run_session(chosen.experiment, path, Lines() if chosen.plain else choose_screen())
 
@@ -50,8 +61,10 @@ class Signals:
             signal.signal(number, self._receive)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.received:
+        if self.received and number == signal.SIGINT:
             signal.default_int_handler(number, frame)
+        elif self.received:  # said twice, as batch systems do: the first is being obeyed
+            return
         self.received = number
         print("\nstopping: saving a checkpoint ...", file=sys.stderr, flush=True)
 
@@ -70,6 +83,28 @@ def run_session(experiment: Experiment, path: Path, screen: Screen, checkpoint: 
         print(f"stopped at {session.runtime.frames} frames; continue with: bestiary resume {path}")
         return 128 + stop.received
     print_end(session.run)
+    return 0
+
+
+def run_seeds(chosen: Train, name: str) -> int:
+    from bestiary import seeds
+
+    numbers = seeds.parse_seeds(chosen.seeds or "", chosen.experiment.seed)
+    root = chosen.run or new_path(f"{name}-x{len(numbers)}", numbers[0])
+    stop = Signals()
+    result = seeds.train_seeds(
+        chosen.experiment, numbers, root, chosen.jobs, say=lambda text: print(text, flush=True), stop=stop
+    )
+    console = Console()
+    console.print(seeds.table(result))
+    console.print(f"written to {root / 'seeds.json'} and {root / 'seeds.csv'}", soft_wrap=True)
+    if stop.received:
+        print(f"stopped; the same command with --run {root} goes on")
+        return 128 + stop.received
+    if failed := [f"seed {row['seed']}: {row['problem']}" for row in result["seeds"] if row["problem"]]:
+        raise UserError(f"{len(failed)} of {len(numbers)} seeds failed, the first: {failed[0]}; --run {root} goes on")
+    print(f"  bestiary eval {root}           every seed on fresh games, with intervals over seeds")
+    print(f"  bestiary plot {root}/seed*     one curve with its interval")
     return 0
 
 

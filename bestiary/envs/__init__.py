@@ -3,7 +3,8 @@
 from bestiary.envs.atari import Atari
 from bestiary.envs.catch import Catch
 from bestiary.envs.gym import Gym
+from bestiary.envs.lunar_lander import LunarLander
 from bestiary.envs.memory import KeyToDoor, TMaze, VisualMatch
 from bestiary.envs.recall import Recall
 
-EnvConfig = Recall | Catch | TMaze | VisualMatch | KeyToDoor | Gym | Atari
+EnvConfig = Recall | Catch | TMaze | VisualMatch | KeyToDoor | LunarLander | Gym | Atari

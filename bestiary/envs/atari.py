@@ -1,5 +1,6 @@
 """Atari games, batched in C++: single grey frames and raw scores; stacking and clipping are the agent's."""
 
+import functools
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from bestiary.seeding import derive
 from bestiary.suggest import did_you_mean
 from bestiary.types import Snapshot, Spec
 
+FRAMES_PER_SECOND = 60  # of the console
 GAMES_PER_SEED = 64  # a seeded start loads the cartridge anew: 95 ms against 5 ms
 
 
@@ -38,15 +40,46 @@ def camel_case(rom: str) -> str:
     return "".join(word.capitalize() for word in rom.split("_"))
 
 
-def own_actions(rom: str) -> tuple[bool, ...]:
-    """Which of all 18 actions do something in this game."""
+def emulator(rom: str) -> Any:
+    """A single one, to be asked about its game."""
     from ale_py import ALEInterface, LoggerMode, roms
 
     ALEInterface.setLoggerMode(LoggerMode.Error)
     ale = ALEInterface()
     ale.loadROM(str(roms.get_rom_path(rom)))
+    return ale
+
+
+def own_actions(rom: str) -> tuple[bool, ...]:
+    """Which of all 18 actions do something in this game."""
+    ale = emulator(rom)
     own = set(ale.getMinimalActionSet())
     return tuple(action in own for action in ale.getLegalActionSet())
+
+
+class Twins:
+    """Emulators for the agent, and equal ones for the spectator: ale-py shows a game in one way only.
+
+    The same seeds and actions lead to the same games.
+    """
+
+    def __init__(self, env: Any, shown: Any) -> None:
+        self.env, self.shown = env, shown
+        self.screen: NDArray[np.uint8] = np.zeros(0, np.uint8)  # [B, 1, height, width, RGB]
+
+    def reset(self, **kwargs: Any) -> tuple[NDArray[np.uint8], dict[str, Any]]:
+        self.screen, _ = self.shown.reset(**kwargs)
+        return self.env.reset(**kwargs)
+
+    def step(self, actions: NDArray[np.int64]) -> tuple[Any, ...]:
+        self.screen, reward, *_ = self.shown.step(actions)
+        told = self.env.step(actions)
+        assert np.array_equal(told[1], reward)
+        return told
+
+    def close(self) -> None:
+        self.env.close()
+        self.shown.close()
 
 
 class AtariWorld(World):
@@ -62,7 +95,8 @@ class AtariWorld(World):
         rom = rom_name(cfg.game)
         from ale_py.vector_env import AtariVectorEnv
 
-        self.env = AtariVectorEnv(
+        self.emulators = functools.partial(
+            AtariVectorEnv,
             rom,
             num_envs,
             num_threads=threads,
@@ -76,7 +110,9 @@ class AtariWorld(World):
             repeat_action_probability=cfg.sticky,
             max_num_frames_per_episode=cfg.time_limit_frames,
         )
-        actions = int(self.env.single_action_space.n)  # type: ignore[attr-defined]
+        self.env: Any = self.emulators()
+        self.rom = rom
+        actions = int(self.env.single_action_space.n)
         legal = own_actions(rom) if cfg.full_actions else None
         super().__init__(
             Spec(camel_case(rom), (1, 84, 84), torch.uint8, actions, cfg.frame_skip, legal=legal), num_envs
@@ -173,6 +209,15 @@ class AtariWorld(World):
                 moves = [j[k] if k >= 0 else 0 for j, k in zip(self._journal, at, strict=True)]
                 _, _, _, _, info = self.env.step(np.array(moves, np.int64))
         self._clock = info["episode_frame_number"].copy()
+
+    def watch(self) -> float:
+        """In colour and full size, but still the maximum of two frames: many a thing is drawn in every other one."""
+        height, width = emulator(self.rom).getScreenDims()  # not the same in every game
+        self.env = Twins(self.env, self.emulators(grayscale=False, img_height=height, img_width=width))
+        return FRAMES_PER_SECOND / self.spec.frames_per_step
+
+    def render(self, slot: int) -> NDArray[np.uint8]:
+        return self.env.screen[slot, 0].copy()
 
     def close(self) -> None:
         self.env.close()

@@ -159,6 +159,14 @@ class BatchedWorld(World):
         obs, reward, terminated, truncated, info = self.env.step(action)
         return Raw(obs, reward, terminated, truncated, first, success=info.get("success"))
 
+    def watch(self) -> float:
+        if "rgb_array" not in self.env.metadata["render_modes"]:
+            return super().watch()
+        return self.env.metadata["render_fps"]
+
+    def render(self, slot: int) -> NDArray[np.uint8]:
+        return self.env._picture(slot)
+
     def _save(self) -> Snapshot:
         return self.env.state_dict()
 

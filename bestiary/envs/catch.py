@@ -18,6 +18,7 @@ class CatchEnv(BatchedEnv):
     The episode ends when the ball reaches the paddle's row: +1 if caught, -1 if not. Random play: about -0.6.
     """
 
+    metadata = {**BatchedEnv.metadata, "render_modes": ["rgb_array"], "render_fps": 8}
     state_fields = ("ball_row", "ball_col", "paddle")
 
     def __init__(self, num_envs: int = 1, rows: int = 10, columns: int = 5, render_mode: str | None = None) -> None:
@@ -47,6 +48,15 @@ class CatchEnv(BatchedEnv):
         board[every, 0, self.ball_row, self.ball_col] = 255
         board[every, 0, -1, self.paddle] = 255
         return board
+
+    def _picture(self, slot: int) -> NDArray[np.uint8]:
+        size = max(4, min(32, 640 // max(self.rows, self.columns)))
+        board = np.full((self.rows, self.columns, size, size, 3), 204, np.uint8)
+        board[:, :, -1], board[:, :, :, -1] = 190, 190
+        board[-1, self.paddle[slot], size // 4 :] = (60, 90, 150)
+        part, place = slice(size // 4, -(size // 4)), (self.ball_row[slot], self.ball_col[slot])
+        board[place][part, part] = (228, 148, 109)
+        return board.swapaxes(1, 2).reshape(self.rows * size, self.columns * size, 3)
 
 
 @dataclass(frozen=True)

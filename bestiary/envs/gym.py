@@ -1,14 +1,21 @@
 """Any environment registered with Gymnasium: discrete actions, pictures or vectors."""
 
 import functools
+import multiprocessing
+import os
+import pickle
+import signal
+import traceback
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any
 
 import gymnasium
 import numpy as np
 import torch
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from numpy.typing import NDArray
 
 from bestiary.envs.world import Raw, World
@@ -17,6 +24,10 @@ from bestiary.extras import require
 from bestiary.seeding import derive
 from bestiary.suggest import did_you_mean
 from bestiary.types import Snapshot, Spec
+
+Maker = Callable[[], gymnasium.Env]
+Wrapper = Callable[[gymnasium.Env], gymnasium.Env]
+PATIENCE = 5.0  # seconds for a process to end of its own accord
 
 
 class Replayable(gymnasium.Wrapper):
@@ -49,11 +60,12 @@ class Replayable(gymnasium.Wrapper):
         return self.env.step(action)
 
 
-def build(cfg: "Gym", address: tuple[int, ...]) -> gymnasium.Env:
-    kwargs: dict[str, Any] = dict(cfg.kwargs)
+def build(cfg: "Gym", address: tuple[int, ...], wrapper: Wrapper | None = None, render: bool = False) -> gymnasium.Env:
+    kwargs: dict[str, Any] = dict(cfg.kwargs) | ({"render_mode": "rgb_array"} if render else {})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Gymnasium's advice about versions is not the user's error
-        return Replayable(gymnasium.make(cfg.id, **kwargs), address)
+        env = gymnasium.make(cfg.id, **kwargs)
+    return Replayable(env if wrapper is None else wrapper(env), address)
 
 
 def probe(cfg: "Gym") -> tuple[Spec, bool]:
@@ -90,13 +102,117 @@ def probe(cfg: "Gym") -> tuple[Spec, bool]:
     return Spec(cfg.id, tuple(shape), dtype, int(actions.n), horizon=horizon), last
 
 
+def portable(error: Exception) -> Exception:
+    """The error itself where it can travel between processes, else its words; with its traceback either way."""
+    try:
+        error = pickle.loads(pickle.dumps(error))
+    except Exception:
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    error.add_note(traceback.format_exc())
+    return error
+
+
+def serve(pipe: Connection, other_end: Connection, makers: Sequence[Maker]) -> None:
+    """The life of a process: it steps its share of the environments for as long as someone asks."""
+    other_end.close()  # a copy: while it is open, the end of whoever asks would go unnoticed
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C asks for a stop at a safe point: until then there is work
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    env = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.NEXT_STEP)
+    while True:
+        try:
+            request = pipe.recv()
+        except (EOFError, OSError):
+            return
+        if request is None:
+            return
+        method, argument = request
+        try:
+            answer = env.reset(options=argument)[:1] if method == "reset" else env.step(argument)[:4]
+        except Exception as e:
+            answer = portable(e)
+        pipe.send(answer)
+
+
+class Shards:
+    """Many environments in a few processes, each of which steps its share one after the other.
+
+    One process for each environment is slower than none at all where environments are quick: most of its time goes
+    into waking up. An error of an environment is raised here as its own; a process that died is an error too.
+    """
+
+    def __init__(self, makers: Sequence[Maker], processes: int) -> None:
+        shares = np.array_split(np.arange(len(makers)), min(processes, len(makers)))
+        self.cuts = np.cumsum([len(share) for share in shares])[:-1]
+        self.workers: list[tuple[multiprocessing.Process, Connection]] = []
+        for share in shares:
+            here, there = multiprocessing.Pipe()
+            process = multiprocessing.Process(
+                target=serve, args=(there, here, [makers[slot] for slot in share]), daemon=True
+            )
+            process.start()
+            there.close()
+            self.workers.append((process, here))
+
+    def reset(self, *, options: dict[str, Any]) -> tuple[NDArray[Any], dict[str, Any]]:
+        (obs,) = self._ask("reset", [options] * len(self.workers))
+        return obs, {}
+
+    def step(
+        self, action: NDArray[np.int64]
+    ) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]:
+        obs, reward, terminated, truncated = self._ask("step", np.split(action, self.cuts))
+        return obs, reward, terminated, truncated, {}
+
+    def _ask(self, method: str, arguments: Sequence[Any]) -> list[NDArray[Any]]:
+        for (process, pipe), argument in zip(self.workers, arguments, strict=True):
+            try:
+                pipe.send((method, argument))
+            except OSError:
+                raise self._death(process) from None
+        # everyone's answer is heard before an error is raised: none is left for the next question
+        answers = [self._hear(process, pipe) for process, pipe in self.workers]
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return [np.concatenate(parts) for parts in zip(*answers, strict=True)]
+
+    def _hear(self, process: multiprocessing.Process, pipe: Connection) -> Any:
+        while not pipe.poll(1.0):
+            if not process.is_alive():  # a process forked meanwhile may hold the pipe open: it would stay silent
+                raise self._death(process)
+        try:
+            return pipe.recv()
+        except (EOFError, OSError):
+            raise self._death(process) from None
+
+    def _death(self, process: multiprocessing.Process) -> RuntimeError:
+        process.join(PATIENCE)
+        return RuntimeError(f"a process with environments has died (exit code {process.exitcode})")
+
+    def close(self) -> None:
+        for _, pipe in self.workers:
+            try:
+                pipe.send(None)
+            except OSError:  # it has died, or was told before
+                continue
+        for process, pipe in self.workers:
+            process.join(PATIENCE)
+            process.kill()
+            process.join()
+            pipe.close()
+        self.workers = []
+
+
 class GymWorld(World):
-    def __init__(self, cfg: "Gym", num_envs: int, seed: int, stream: int) -> None:
+    def __init__(
+        self, cfg: "Gym", num_envs: int, seed: int, stream: int, threads: int, wrapper: Wrapper | None = None
+    ) -> None:
         spec, self.channels_last = probe(cfg)
         super().__init__(spec, num_envs)
-        makers = [functools.partial(build, cfg, (seed, stream, slot)) for slot in range(num_envs)]
+        makers = [functools.partial(build, cfg, (seed, stream, slot), wrapper) for slot in range(num_envs)]
+        self.makers = makers
         if cfg.processes:
-            self.env = AsyncVectorEnv(makers, autoreset_mode=AutoresetMode.NEXT_STEP)
+            self.env = Shards(makers, threads)
         else:
             self.env = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.NEXT_STEP)
         self._ended = np.zeros(num_envs, bool)
@@ -143,6 +259,32 @@ class GymWorld(World):
         self._journal = [list(j) for j in state["journal"]]
         self._ended = np.array(state["ended"], bool)
 
+    def watch(self) -> float:
+        """Makes the environments anew: Gymnasium wants to know about pictures beforehand."""
+        self.close()
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame draws into memory: it need not look for a screen
+        try:
+            makers = [functools.partial(make, render=True) for make in self.makers]
+            drawn = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.NEXT_STEP)
+        except TypeError:  # there is no such argument
+            return super().watch()
+        self.env = drawn
+        if "rgb_array" not in (drawn.envs[0].metadata.get("render_modes") or ()):
+            return super().watch()
+        return drawn.envs[0].metadata.get("render_fps") or 30
+
+    def render(self, slot: int) -> NDArray[np.uint8]:
+        assert isinstance(self.env, SyncVectorEnv)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                picture = np.asarray(self.env.envs[slot].render())
+        except gymnasium.error.DependencyNotInstalled as e:
+            raise UserError(f"pictures of {self.spec.name} need a package that is not installed: {e}") from None
+        if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[-1] != 3:
+            raise UserError(f"{self.spec.name} shows {picture.dtype} {picture.shape} instead of a picture in colours")
+        return picture.copy()
+
     def close(self) -> None:
         self.env.close()
 
@@ -155,7 +297,7 @@ class Gym:
     kwargs: dict[str, int | float | bool | str] = field(default_factory=dict)
     """arguments for gymnasium.make"""
     processes: bool = False
-    """one process per environment instead of one after the other"""
+    """share the environments out among processes, one per thread (unless set: per core)"""
 
     def make(self, num_envs: int, seed: int, stream: int, threads: int) -> World:
-        return GymWorld(self, num_envs, seed, stream)
+        return GymWorld(self, num_envs, seed, stream, threads)

@@ -20,6 +20,7 @@ class RecallEnv(BatchedEnv):
     from the first row to the last would be a memory outside the network.)
     """
 
+    metadata = {**BatchedEnv.metadata, "render_modes": ["rgb_array"], "render_fps": 8}
     state_fields = ("cue", "t")
 
     def __init__(self, num_envs: int = 1, delay: int = 10, cues: int = 4, render_mode: str | None = None) -> None:
@@ -46,6 +47,21 @@ class RecallEnv(BatchedEnv):
         obs[np.arange(self.num_envs), self.cue] = self.t == 0
         obs[:, -1] = self.t == self.delay
         return obs
+
+    def _picture(self, slot: int) -> NDArray[np.uint8]:
+        """A lamp per cue, lit at the start; below it a mark for spectators, and a bar that fills until the question."""
+        t, cue, size = int(self.t[slot]), int(self.cue[slot]), max(8, min(80, 640 // self.cues))
+        picture = np.full((size + 100, size * self.cues, 3), 240, np.uint8)
+        gap = size // 8
+        for k in range(self.cues):
+            lit = k == cue and t == 0
+            picture[gap : size - gap, k * size + gap : (k + 1) * size - gap] = (228, 148, 109) if lit else 190
+        picture[size : size + 6, cue * size + gap : (cue + 1) * size - gap] = (0, 130, 60)
+        inner = picture[size + 40 : size + 70, gap:-gap]
+        inner[:] = 204
+        full = (60, 90, 150) if t < self.delay else (150, 60, 160)
+        inner[:, : inner.shape[1] * min(t, self.delay) // self.delay] = full
+        return picture
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bestiary.errors import UserError
 from bestiary.types import Episode, Snapshot, Spec, TimeStep
 
 
@@ -24,10 +25,12 @@ class Raw(NamedTuple):
 class World:
     """Rows of TimeStep from a batch of environments, and the books of their episodes.
 
-    A backend implements `_start`, `_advance` and the two `_snapshot` methods. Resets happen on the step
-    after the last row of an episode (Gymnasium's NEXT_STEP), so no last observation is ever lost.
+    A backend implements `_start`, `_advance` and, unless it is not `resumable`, `_save` and `_restore`. Resets happen
+    on the step after the last row of an episode (Gymnasium's NEXT_STEP), so no last observation is ever lost.
     An episode is reported with the first row of the next one.
     """
+
+    resumable = True  # whether running episodes can be saved; where not, a resumed run begins new ones
 
     def __init__(self, spec: Spec, num_envs: int) -> None:
         self.spec = spec
@@ -54,6 +57,14 @@ class World:
         raise NotImplementedError
 
     def _restore(self, state: Snapshot) -> None:
+        raise NotImplementedError
+
+    def watch(self) -> float:
+        """Get ready for `render`, before the first row. Returns how many rows a second look natural."""
+        raise UserError(f"{self.spec.name} has no picture to show")
+
+    def render(self, slot: int) -> NDArray[np.uint8]:
+        """What a spectator sees of one environment as it stands: a new array [height, width, RGB]."""
         raise NotImplementedError
 
     def close(self) -> None:

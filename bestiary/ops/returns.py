@@ -73,6 +73,11 @@ def watkins(
     return accumulate(reward + discount * (1 - keep) * next_value, discount * keep)
 
 
+def lambda_returns(reward: Tensor, discount: Tensor, valid: Tensor, next_value: Tensor, trace_decay: float) -> Tensor:
+    """TD(lambda): G_t = r_t + discount_t ((1 - lambda) V_t+1 + lambda G_t+1), [T, B]; after the last move G is V."""
+    return watkins(reward, discount, valid, next_value, torch.ones_like(valid), trace_decay)
+
+
 class Reach(NamedTuple):
     """n moves ahead: a target is reward + discount * the value of the row reached."""
 

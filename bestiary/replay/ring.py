@@ -243,10 +243,9 @@ class Meter:
         self.moves, self.batches, self.latest = state["moves"], state["batches"], state["latest"]
 
 
-class RingReplay:
-    """What replays over a ring share, however they draw."""
+class Drawn:
+    """What replays that draw at random share, however they keep: draws by address, producers held back."""
 
-    ring: Ring
     meter: Meter
     seed: int
 
@@ -265,6 +264,12 @@ class RingReplay:
     def full(self) -> bool:
         # while nothing can be drawn, waiting would be for ever
         return self.meter.behind and not self.is_empty()
+
+
+class RingReplay(Drawn):
+    """What replays over a ring share, however they draw."""
+
+    ring: Ring
 
     @property
     def bytes(self) -> int:

@@ -32,6 +32,13 @@ class Means:
         return means
 
 
+def reseed(seed: int, device: torch.device) -> None:
+    """The global streams of the processor and of one device; to ask for all, as torch does, takes far longer."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
 class LocalRuntime:
     """Builds the parts of an experiment and runs them in a fixed order; a generator of Progress.
 
@@ -96,9 +103,10 @@ class LocalRuntime:
     def _update(self, batch: Batch, means: Means) -> None:
         lag = self.learner.updates - batch.trajectory.version.float().mean()
         # dropout draws from the global stream: an address of its own makes it independent of all else
-        torch.manual_seed(derive(self.experiment.seed, LEARNING, self.learner.updates))
+        reseed(derive(self.experiment.seed, LEARNING, self.learner.updates), self.device)
         update = self.learner.update(tree.to_device(batch, self.device))
-        means.add(update.metrics | {"policy_lag": lag})
+        if update.metrics:  # else nothing was learnt, only judged
+            means.add(update.metrics | {"policy_lag": lag})
         if update.priorities is not None and batch.keys is not None:
             self._write_back(batch.keys, update.priorities)
 
@@ -127,7 +135,7 @@ class LocalRuntime:
                 state["replay"] = self.replay.state_dict()
             # what has been seen counts in new episodes too
             explorer = {"explorer": self.explorer.state_dict()}
-            state["actor"] = self.actor.state_dict() if self.exact else explorer
+            state["actor"] = self.actor.state_dict() if self.exact and self.world.resumable else explorer
         return state
 
     def load_state_dict(self, weights: dict[str, torch.Tensor], state: Snapshot) -> None:
@@ -151,7 +159,8 @@ class LocalRuntime:
     def can_continue(self, state: Snapshot) -> bool:
         """Whether the running episodes of a saved run can go on here: same environments, and saved at rest."""
         row = state.get("actor", {}).get("row")
-        return self.exact and row is not None and len(row[1]) == self.world.num_envs
+        able = self.exact and self.world.resumable
+        return able and row is not None and len(row[1]) == self.world.num_envs
 
     def close(self) -> None:
         self.world.close()

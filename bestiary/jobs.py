@@ -1,0 +1,232 @@
+"""Runs side by side, each in a process of its own: started, watched, asked to stop, and none left behind."""
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Generic, NamedTuple, Protocol, TypeVar
+
+from bestiary.errors import UserError
+from bestiary.experiment import Experiment
+from bestiary.machine import cores
+from bestiary.run import Run
+
+OUTPUT = "output.txt"  # what the process of a run said last time, beside its tables
+LOOK = 0.1  # seconds between two looks at the processes
+
+
+class Job(Protocol):
+    """A run to be made."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def experiment(self) -> Experiment: ...
+    @property
+    def path(self) -> Path: ...
+
+
+J = TypeVar("J", bound=Job)
+
+
+class Ended(NamedTuple, Generic[J]):
+    job: J
+    seconds: float
+    problem: str | None  # the last thing it said; None: it is finished, or was asked to stop
+
+
+class _Working(NamedTuple, Generic[J]):
+    job: J
+    process: "subprocess.Popen[bytes]"
+    since: float
+
+
+class Crew(Generic[J]):
+    """So many processes at a time. Whoever leaves the `with` block has asked all of them to save, and has waited."""
+
+    def __init__(self, workers: int, root: Path) -> None:
+        self.workers = workers
+        self.root = root
+        self.working: list[_Working[J]] = []
+        self.asked: set[Path] = set()
+
+    def __enter__(self) -> "Crew[J]":
+        self.root.mkdir(parents=True, exist_ok=True)
+        self.lock = hold(self.root)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        try:
+            for one in self.working:
+                self.stop(one.job)
+            for one in self.working:
+                one.process.wait()
+                _let_go(one.process)
+        except BaseException:  # insisted upon: what was not saved is lost, but nothing goes on unseen
+            for one in self.working:
+                if one.process.poll() is None:
+                    os.killpg(one.process.pid, signal.SIGKILL)
+                    one.process.wait()
+            raise
+        finally:
+            self.lock.close()
+
+    @property
+    def free(self) -> bool:
+        return len(self.working) < self.workers
+
+    def start(self, job: J) -> None:
+        Run.create(job.path, job.experiment)
+        threads = str(job.experiment.runtime.threads or 1)
+        self.asked.discard(job.path)
+        with (job.path / OUTPUT).open("wb") as output:
+            process = subprocess.Popen(
+                command(job.path),
+                stdin=subprocess.PIPE,  # a line to us: once it is cut, the process saves and leaves
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"OMP_NUM_THREADS": threads},
+                # Ctrl-C is for us: a process that heard it from the terminal and from us would not take time to save
+                start_new_session=True,
+                pass_fds=(self.lock.fileno(),),  # held for as long as anyone works here
+            )
+        self.working.append(_Working(job, process, time.monotonic()))
+
+    def stop(self, job: J) -> None:
+        """Ask it to save and leave; it is heard of again among those that have ended."""
+        for one in self.working:
+            if one.job.path == job.path and job.path not in self.asked:
+                self.asked.add(job.path)
+                one.process.terminate()
+
+    def ended(self) -> list[Ended[J]]:
+        """Who has ended since last asked."""
+        gone: list[_Working[J]] = []
+        still: list[_Working[J]] = []
+        for one in self.working:
+            (still if one.process.poll() is None else gone).append(one)
+        self.working = still
+        found = []
+        for job, process, since in gone:
+            _let_go(process)
+            well = job.path in self.asked or (process.returncode == 0 and finished(job))
+            found.append(
+                Ended(job, time.monotonic() - since, None if well else complaint(job.path, process.returncode))
+            )
+        return found
+
+
+def _let_go(process: "subprocess.Popen[bytes]") -> None:
+    assert process.stdin is not None
+    process.stdin.close()
+
+
+def run_all(
+    jobs: Sequence[J],
+    workers: int,
+    ended: Callable[[Ended[J]], None],
+    stop: Callable[[], bool] = lambda: False,
+    watch: Callable[[list[J]], None] = lambda working: None,
+    every: float = 30.0,
+) -> None:
+    """Run what is not finished, in order, so many at once; every so many seconds, `watch` those at work."""
+    waiting = [job for job in jobs if not finished(job)]
+    if not waiting:
+        return
+    looked = time.monotonic()
+    with Crew[J](workers, jobs[0].path.parent) as crew:
+        while (waiting or crew.working) and not stop():
+            while waiting and crew.free:
+                crew.start(waiting.pop(0))
+            time.sleep(LOOK)
+            for one in crew.ended():
+                ended(one)
+            if time.monotonic() - looked >= every:
+                looked = time.monotonic()
+                watch([one.job for one in crew.working])
+
+
+def workers(asked: int | None, threads: int = 1) -> int:
+    """Processes at a time: as asked, else as many as there are cores for their threads."""
+    if asked is not None and asked < 1:
+        raise UserError(f"jobs={asked} must be at least 1")
+    return asked or max(1, cores() // threads)
+
+
+def finished(job: Job) -> bool:
+    """Its budget is spent and saved and, unless it is never evaluated, its end has been."""
+    budget, saved = job.experiment.frames, Run(job.path).saved()
+    if not saved or int(saved[-1].name) < budget:
+        return False
+    rows = evaluations(job.path)
+    return job.experiment.evaluation.episodes == 0 or (bool(rows) and rows[-1]["frames"] >= budget)
+
+
+def evaluations(path: Path) -> list[dict[str, float]]:
+    """Rows of evaluations.csv, NaN where there is nothing. One cut short, or just being written, does not count."""
+    file = path / "evaluations.csv"
+    text = file.read_text() if file.exists() else ""
+    whole = text[: text.rfind("\n") + 1].splitlines()
+    return [{name: float(value or "nan") for name, value in row.items()} for row in csv.DictReader(whole)]
+
+
+def frames(path: Path) -> int:
+    """How far a run has come, by the last row of its metrics."""
+    file = path / "metrics.csv"
+    if not file.exists():
+        return 0
+    with file.open("rb") as tail:
+        tail.seek(max(0, file.stat().st_size - 2**16))
+        rows = tail.read().split(b"\n")[:-1]
+    first = rows[-1].split(b",")[0] if rows else b""
+    return int(first) if first.isdigit() else 0
+
+
+def complaint(path: Path, code: int) -> str:
+    """Why a process ended."""
+    if code < 0:
+        reason = " (out of memory?)" if -code == signal.SIGKILL else ""
+        return f"it was killed by {signal.Signals(-code).name}{reason}"
+    lines = (path / OUTPUT).read_text(errors="replace").strip().splitlines()
+    return lines[-1].strip() if lines else f"it ended with code {code} and without a word"
+
+
+def hold(root: Path) -> IO[bytes]:
+    """Keep others from working on the same runs, for as long as this file is open here or in a process of ours."""
+    import fcntl
+
+    file = (root / ".lock").open("wb")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise UserError(f"{root} is being worked on by another process; wait for it, or stop it first") from None
+    except OSError:  # a file system without locks: as it was before there were any
+        pass
+    return file
+
+
+def command(path: Path) -> list[str]:
+    """What goes on with a run in a process of its own, with the parts that files registered here."""
+    files = [m.__file__ for name, m in list(sys.modules.items()) if name.startswith("bestiary_plugin_")]
+    plugins = [word for file in files for word in ("--plugin", str(file))]
+    return [sys.executable, "-m", "bestiary.jobs", str(path), *plugins]
+
+
+def _leave_with_the_parent() -> None:
+    """Nobody writes to us: this returns only when whoever started us is gone, however it went."""
+    os.read(0, 1)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    from bestiary.cli import main
+
+    threading.Thread(target=_leave_with_the_parent, daemon=True).start()
+    sys.exit(main(["resume", *sys.argv[1:], "--plain"]))

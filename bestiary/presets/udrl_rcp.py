@@ -1,0 +1,148 @@
+"""Upside-Down RL and Reward-Conditioned Policies on LunarLander: as published, as in the public code, and ours.
+
+The public code counts epochs of twenty episodes; updates per episode are what its updates per epoch come to. Of every
+twenty episodes it keeps one for validation; here all are learnt from. Its worst episode is cut where the buffer ends;
+here it goes as a whole.
+"""
+
+from dataclasses import replace
+
+from bestiary.algos import Rcp, Udrl
+from bestiary.cores import Ff
+from bestiary.envs import LunarLander
+from bestiary.experiment import Evaluation, Experiment
+from bestiary.nets import Mlp, Net
+from bestiary.optim import Adam, AdamW
+from bestiary.runtime import Local
+
+RAW = Net(encoder=Mlp(num_layers=0), prev_action=False, prev_reward=False)  # the eight numbers as they are
+
+udrl_paper = Experiment(
+    env=LunarLander(),
+    algo=Udrl(
+        batch_size=768,
+        source="spread",
+        top=75,
+        max_return=320.0,
+        keep="best",
+        capacity=500,
+        ratio=5,
+        per="episode",
+        warmup=50,
+        network="gate",
+        head=(32, 128, 128, 128),
+        scale=(0.025, 0.01),
+        grad_norm=None,
+        optimizer=Adam(lr=3.5e-4),
+        lr_last=1.0,
+    ),
+    core=Ff(),
+    net=RAW,
+    runtime=Local(envs=20),
+    frames=10_000_000,
+    evaluation=Evaluation(every=500_000, episodes=100),
+)
+
+udrl_repo = replace(
+    udrl_paper,
+    algo=replace(
+        udrl_paper.algo,
+        distinct=True,
+        capacity=100_000,
+        moves=100_000,
+        draw="moves",  # an episode of hovering counts as much as ten landings
+        warmup=70,
+        grad_norm=100.0,
+    ),
+)
+
+rcp_r_repo = replace(
+    udrl_paper,
+    algo=Rcp(
+        batch_size=256,
+        command="to-go",  # learnt as what is still to come, but held as it was at the start
+        hold=True,
+        source="peak",
+        keep="recent",
+        capacity=100_000,
+        moves=100_000,
+        ratio=50,
+        per="episode",
+        warmup=70,
+        network="gates",
+        head=(64, 64),
+        grad_norm=100.0,
+        optimizer=Adam(lr=1e-3),
+        lr_last=1.0,
+    ),
+    frames=4_000_000,
+)
+
+rcp_a_repo = replace(
+    rcp_r_repo,
+    algo=replace(
+        rcp_r_repo.algo,
+        command="advantage",
+        redraw=True,
+        critic="joint",
+        critic_head=(128, 64),
+        critic_every=5,
+        value_scale=1.0,
+    ),
+)
+
+# -- ours -------------------------------------------------------------------------------------------------------------
+
+rcp_a = Experiment(
+    env=LunarLander(limit=400, backend="envpool"),
+    algo=Rcp(
+        discount=0.999,
+        beta=0.5,
+        warmup=200,
+        normalise=True,
+        smoothing=0.01,
+        average=0.995,
+        sharpen=2.5,
+        sharpen_over=600_000,
+        optimizer=AdamW(lr=1e-3),
+    ),
+    core=Ff(),
+    net=RAW,
+    runtime=Local(envs=64),
+    frames=4_000_000,
+    evaluation=Evaluation(every=200_000, episodes=50),
+)
+
+rcp_r = replace(
+    rcp_a,
+    algo=replace(
+        rcp_a.algo,
+        command="return",
+        adjust=True,
+        capacity=500,
+        discount=1.0,
+        beta=0.4,
+        sharpen=1.5,
+    ),
+)
+
+udrl = replace(
+    rcp_a,
+    algo=Udrl(
+        adjust=True,
+        max_return=320.0,
+        warmup=200,
+        shift=(100.0, 150.0),
+        scale=(1 / 100, 1 / 150),
+        normalise=True,
+        smoothing=0.03,
+        average=0.995,
+        sharpen=2.5,
+        sharpen_over=1_500_000,
+        optimizer=AdamW(lr=1e-3),
+    ),
+    frames=10_000_000,
+    evaluation=Evaluation(every=500_000, episodes=50),
+)
+
+udrl_sparse = replace(udrl, env=replace(udrl.env, sparse=True))

@@ -1,0 +1,362 @@
+"""LunarLander: dense and sparse, cut short or not, in Gymnasium, in processes and in envpool."""
+
+import io
+import multiprocessing
+import os
+import re
+import signal
+import sys
+from contextlib import closing
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from stories import different_fields, random_actions, tell, tell_on
+from torch import Tensor
+
+from bestiary import tree
+from bestiary.envs import LunarLander
+from bestiary.envs.gym import GymWorld, Shards
+from bestiary.envs.world import World
+from bestiary.experiment import Evaluation, Experiment
+from bestiary.extras import available
+from bestiary.presets import preset
+from bestiary.runtime import Local
+from bestiary.seeding import EVAL, TRAIN
+from bestiary.types import Episode, Snapshot, TimeStep
+
+SEED = 3
+MISSING = {extra for extra in ("box2d", "envpool") if not available(extra)}
+box2d = pytest.mark.skipif("box2d" in MISSING, reason="needs the extra box2d")
+envpool = pytest.mark.skipif(bool(MISSING), reason="needs the extra envpool")  # which comes with box2d
+both = pytest.mark.parametrize(
+    "backend", [pytest.param("gymnasium", marks=box2d), pytest.param("envpool", marks=envpool)]
+)
+
+
+def play(world: World, action: Tensor) -> tuple[TimeStep, list[list[Episode]]]:
+    """The rows [T+1, B], and what was reported with each; unlike a story it is not saved on the way."""
+    rows, reports = [world.reset()], [[]]
+    for chosen in action:
+        row, ended = world.step(chosen)
+        rows.append(row)
+        reports.append(ended)
+    return tree.stack(rows), reports
+
+
+def rows_of(
+    cfg: LunarLander, action: Tensor, seed: int = SEED, stream: int = TRAIN, threads: int = 1
+) -> tuple[TimeStep, list[list[Episode]]]:
+    with closing(cfg.make(action.shape[1], seed, stream, threads)) as world:
+        return play(world, action)
+
+
+def through_a_file(snapshot: Snapshot) -> Snapshot:
+    file = io.BytesIO()
+    torch.save(snapshot, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"limit": 0}, ["env.limit=0", "between 1 and 1000"]),
+        ({"limit": 1001}, ["env.limit=1001", "between 1 and 1000"]),
+        ({"processes": True, "backend": "envpool"}, ["env.processes", "gymnasium", "threads"]),
+        ({"backend": "gymnasum"}, ["'gymnasum'", "did you mean gymnasium?"]),
+        ({"backend": "numpy"}, ["'numpy'", "gymnasium, envpool"]),
+    ],
+    ids=["no-moves", "too-many-moves", "processes-and-pool", "misspelt", "unknown"],
+)
+def test_what_makes_no_sense_is_refused_in_one_sentence(settings: dict, words: list[str]):
+    with pytest.raises(ValueError, match=re.escape(words[0])) as refusal:
+        LunarLander(**settings)
+    sentence = str(refusal.value)
+    assert all(word in sentence for word in words), sentence
+    assert "\n" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("backend", "module", "extra"), [("gymnasium", "Box2D", "box2d"), ("envpool", "envpool", "envpool")]
+)
+def test_a_missing_extra_is_named(backend: str, module: str, extra: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
+    for loaded in [m for m in sys.modules if m.startswith("gymnasium.envs.box2d")]:
+        monkeypatch.delitem(sys.modules, loaded)
+    with pytest.raises(ValueError, match=re.escape(f'pip install "bestiary[{extra}]"')):
+        LunarLander(backend=backend).make(1, 0, TRAIN, 1)
+
+
+@envpool
+def test_a_training_in_envpool_is_told_at_once_that_its_evaluations_need_box2d(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "Box2D", None)
+    with pytest.raises(ValueError, match=re.escape('pip install "bestiary[box2d]"')):
+        LunarLander(backend="envpool").make(1, 0, TRAIN, 1)
+
+
+def test_evaluations_are_of_the_game_as_published():
+    assert LunarLander(sparse=True, limit=300, backend="envpool").for_evaluation() == LunarLander(sparse=True)
+    assert LunarLander(processes=True).for_evaluation() == LunarLander()
+
+
+# -- rewards and ends -------------------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("limit", [None, 60], ids=["whole", "limited"])
+def test_sparse_pays_the_dense_sum_with_the_last_row(backend: str, limit: int | None):
+    action = random_actions(4, 400, 3)
+    dense, told = rows_of(LunarLander(backend=backend, limit=limit), action)
+    sparse, told_sparse = rows_of(LunarLander(backend=backend, limit=limit, sparse=True), action)
+    assert different_fields(dense, sparse) == ["reward"]
+    assert told_sparse == told
+    last = torch.zeros_like(sparse.is_first)
+    for t, reports in enumerate(told):
+        for episode in reports:
+            last[t - 1, episode.slot] = True
+            expected = dense.reward[t - 1 - episode.steps : t, episode.slot].double().sum().item()
+            assert episode.score == pytest.approx(expected, abs=1e-3)
+            assert sparse.reward[t - 1, episode.slot].item() == np.float32(episode.score)
+    assert last.sum() >= 6
+    assert (sparse.reward != 0).equal(last)
+
+
+@both
+def test_a_limit_cuts_an_episode_short_and_is_no_end(backend: str):
+    cfg, action = LunarLander(backend=backend, limit=30), random_actions(4, 100, 3)
+    with closing(cfg.make(3, SEED, TRAIN, 1)) as world:
+        assert world.spec.horizon == 30
+        rows, told = play(world, action)
+    assert rows.is_first.nonzero()[:, 0].unique().tolist() == [0, 31, 62, 93]
+    assert rows.is_first.sum() == 4 * 3
+    assert not rows.is_terminal.any()
+    episodes = [e for reports in told for e in reports]
+    assert {(e.steps, e.truncated) for e in episodes} == {(30, True)}
+    assert len(episodes) == 9
+
+
+@both
+def test_a_crash_is_an_end_even_on_the_last_move_allowed(backend: str):
+    """Without an engine the lander falls: the same way, whatever the limit."""
+    action = torch.zeros(150, 1, dtype=torch.int64)
+    rows, told = rows_of(LunarLander(backend=backend), action)
+    fall = next(e for reports in told for e in reports)
+    assert rows.is_terminal[fall.steps, 0]
+    assert rows.reward[fall.steps, 0] == -100
+    assert not fall.truncated
+    for limit, crashed in ((fall.steps, True), (fall.steps - 1, False)):
+        rows, told = rows_of(LunarLander(backend=backend, limit=limit), action)
+        first = next(e for reports in told for e in reports)
+        assert first.steps == limit
+        assert first.truncated is not crashed
+        assert rows.is_terminal[limit, 0].item() is crashed
+        assert rows.is_first[limit + 1, 0]
+
+
+@both
+def test_without_a_limit_a_game_lasts_a_thousand_moves(backend: str):
+    """Whoever hovers is not brought down before."""
+    with closing(LunarLander(backend=backend).make(1, SEED, TRAIN, 1)) as world:
+        assert (world.spec.obs_shape, world.spec.num_actions, world.spec.horizon) == ((8,), 4, 1000)
+        row, told, moves = world.reset(), [], 0
+        while not told:
+            x, y, vx, vy, angle, spin = row.obs[0, :6].tolist()
+            lean = float(np.clip(0.5 * x + vx, -0.4, 0.4))  # towards the middle
+            turn, lift = 0.5 * (lean - angle) - spin, 0.5 * (0.7 - y - vy)
+            engine = 2 if lift > max(abs(turn), 0.05) else 3 if turn < -0.05 else 1 if turn > 0.05 else 0
+            row, told = world.step(torch.tensor([engine]))
+            moves += 1
+    assert moves == 1001
+    assert (told[0].steps, told[0].truncated) == (1000, True)
+
+
+@envpool
+def test_envpool_plays_the_same_game_as_gymnasium():
+    """First games of 64 slots, always the same engine: mean scores and lengths agree within four standard errors."""
+    for engine in (0, 1, 3):
+        played = []
+        for backend in ("gymnasium", "envpool"):
+            _, told = rows_of(LunarLander(backend=backend), torch.full((200, 64), engine))
+            first = {e.slot: e for reports in reversed(told) for e in reports}
+            played.append(np.array([(first[slot].score, first[slot].steps) for slot in range(64)]))
+        here, there = played
+        error = np.sqrt((here.var(0) + there.var(0)) / 64)
+        assert (np.abs(here.mean(0) - there.mean(0)) < 4 * error).all(), engine
+        assert (error < 0.07 * np.abs(here.mean(0))).all()  # else it would say nothing
+
+
+# -- seeds ------------------------------------------------------------------------------------------------------
+
+
+@both
+def test_no_two_slots_seeds_or_streams_begin_alike(backend: str):
+    opening = torch.zeros(0, 8, dtype=torch.int64)
+    addresses = [(0, TRAIN), (1, TRAIN), (0, EVAL), (0, 64 + EVAL)]
+    starts = [rows_of(LunarLander(backend=backend), opening, *address)[0].obs[0] for address in addresses]
+    assert len(torch.cat(starts).unique(dim=0)) == 8 * len(addresses)
+
+
+@both
+def test_the_same_seed_tells_the_same_story_bit_for_bit(backend: str):
+    cfg, action = LunarLander(backend=backend), random_actions(4, 200, 3)
+    rows, told = rows_of(cfg, action)
+    assert rows.is_first.sum() > 3
+    with closing(cfg.make(3, SEED, TRAIN, 2)) as world:
+        for _ in range(2):  # a reset begins the same story again
+            again, told_again = play(world, action)
+            assert different_fields(rows, again) == []
+            assert told_again == told
+    alone, _ = rows_of(cfg, action[:, :1])
+    assert different_fields(alone, tree.map(lambda x: x[:, :1], rows)) == []
+
+
+# -- resuming ---------------------------------------------------------------------------------------------------
+
+
+@box2d
+@pytest.mark.parametrize(
+    "cfg",
+    [LunarLander(), LunarLander(sparse=True, limit=70), LunarLander(sparse=True, processes=True)],
+    ids=["dense", "sparse-limited", "sparse-processes"],
+)
+def test_a_saved_world_goes_on_in_the_middle_of_an_episode(cfg: LunarLander):
+    action = random_actions(4, 250, 3)
+    with closing(cfg.make(3, SEED, TRAIN, 2)) as world:
+        story = tell(world, action)
+    ended = story.ends()[0]
+    for at in (40, ended, ended + 1, 120):
+        with closing(cfg.make(3, SEED, TRAIN, 2)) as world:
+            world.load_state_dict(through_a_file(story.saved[at]))
+            ahead = tell_on(world, action[at:])
+        assert different_fields(ahead.rows, tree.narrow(story.rows, 0, at + 1, 250 - at)) == [], at
+        assert ahead.episodes == story.episodes[at + 1 :], at
+        assert sum(map(len, ahead.episodes)) > 3
+
+
+def experiment(cfg: LunarLander) -> Experiment:
+    small, few = replace(preset("cartpole").algo, unroll=25, batch_size=3), Evaluation(episodes=0)
+    return replace(preset("cartpole"), env=cfg, algo=small, runtime=Local(envs=3, threads=1), evaluation=few)
+
+
+@both
+def test_a_resumed_run_goes_on_where_episodes_can_be_saved_and_begins_new_ones_elsewhere(backend: str):
+    planned = experiment(LunarLander(backend=backend))
+    with closing(planned.runtime.start(planned)) as run, closing(planned.runtime.start(planned)) as resumed:
+        progress = iter(run)
+        for _ in range(2):
+            next(progress)
+        state = through_a_file(run.state_dict())
+        resumed.load_state_dict(run.weights(), state)
+        assert (resumed.steps, resumed.learner.updates) == (run.steps, run.learner.updates) == (150, 2)
+        trajectory, _ = resumed.actor.unroll()
+        if backend == "gymnasium":
+            assert not trajectory.step.is_first[0].any()
+            assert different_fields(trajectory.step, run.actor.unroll()[0].step) == []
+        else:
+            assert trajectory.step.is_first[0].all()
+            with closing(planned.env.make(3, planned.seed, TRAIN, 1)) as world:
+                starts = torch.cat([world.reset().obs, trajectory.step.obs[0]])
+            assert len(starts.unique(dim=0)) == 6  # on seeds that were not used before
+
+
+@envpool
+def test_envpool_says_that_it_cannot_be_saved():
+    with closing(LunarLander(backend="envpool").make(1, 0, TRAIN, 1)) as world:
+        world.reset()
+        assert not world.resumable
+        with pytest.raises(NotImplementedError):
+            world.state_dict()
+
+
+# -- envpool's rows ---------------------------------------------------------------------------------------------
+
+
+@envpool
+def test_envpool_begins_an_episode_with_the_row_after_an_end():
+    """Against the pool's own count of moves."""
+    action = random_actions(4, 300, 3)
+    with closing(LunarLander(backend="envpool", limit=90).make(3, SEED, TRAIN, 1)) as world:
+        world.reset()
+        pool, told = world.pool, []  # type: ignore[attr-defined]
+        step = pool.step
+        pool.step = lambda chosen: told.append(step(chosen)) or told[-1]
+        rows = tree.stack([world.step(chosen)[0] for chosen in action])
+    obs, reward, terminated, truncated, info = zip(*told, strict=True)
+    moves = torch.from_numpy(np.stack([i["elapsed_step"] for i in info]))
+    ended = torch.from_numpy(np.stack(terminated) | np.stack(truncated))
+    assert np.stack(truncated).any()
+    assert np.stack(terminated).any()
+    assert rows.is_first.sum() >= 6
+    assert rows.is_first.equal(moves == 0)
+    assert rows.is_first[1:].equal(ended[:-1])
+    assert rows.obs.equal(torch.from_numpy(np.stack(obs)))
+    assert rows.reward.equal(torch.from_numpy(np.stack(reward)))
+    assert (rows.reward[rows.is_first] == 0).all()
+    assert (rows.prev_action[rows.is_first] == 0).all()
+    assert (rows.obs[rows.is_first][:, 1] > 1.3).all()  # high above the ground
+
+
+@envpool
+def test_envpool_rows_told_earlier_do_not_change():
+    with closing(LunarLander(backend="envpool").make(2, SEED, TRAIN, 1)) as world:
+        told = [world.reset()]
+        copies = [told[0].obs.clone()]
+        for chosen in random_actions(4, 20, 2):
+            told.append(world.step(chosen)[0])
+            copies.append(told[-1].obs.clone())
+    assert all(row.obs.equal(copy) for row, copy in zip(told, copies, strict=True))
+
+
+# -- processes --------------------------------------------------------------------------------------------------
+
+
+def workers(world: World) -> list[multiprocessing.Process]:
+    assert isinstance(world, GymWorld)
+    assert isinstance(world.env, Shards)
+    return [process for process, _ in world.env.workers]
+
+
+@box2d
+@pytest.mark.parametrize(("threads", "shares"), [(1, 1), (2, 2), (9, 5)])
+def test_processes_share_the_environments_and_tell_the_same_story(threads: int, shares: int):
+    action = random_actions(4, 120, 5)
+    here, told = rows_of(LunarLander(), action)
+    with closing(LunarLander(processes=True).make(5, SEED, TRAIN, threads)) as world:
+        shared = workers(world)
+        assert len(shared) == shares
+        there, told_there = play(world, action)
+    assert different_fields(here, there) == []
+    assert told == told_there
+    assert not any(process.is_alive() for process in shared)
+
+
+@box2d
+@pytest.mark.timeout(60)
+def test_a_process_that_dies_is_told_at_once_and_every_time():
+    with closing(LunarLander(processes=True).make(4, SEED, TRAIN, 2)) as world:
+        world.reset()
+        victim, other = workers(world)
+        os.kill(victim.pid, signal.SIGKILL)  # type: ignore[arg-type]
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match=r"process with environments has died \(exit code -9\)"):
+                world.step(torch.zeros(4, dtype=torch.int64))
+        assert other.is_alive()
+    assert not other.is_alive()
+    world.close()  # a second time
+
+
+@box2d
+def test_ctrl_c_does_not_reach_the_environments():
+    """It is sent to all processes of a terminal, and the run still has to come to a safe point."""
+    with closing(LunarLander(processes=True).make(2, SEED, TRAIN, 1)) as world:
+        world.reset()
+        (process,) = workers(world)
+        os.kill(process.pid, signal.SIGINT)  # type: ignore[arg-type]
+        row, _ = world.step(torch.zeros(2, dtype=torch.int64))
+        assert process.is_alive()
+        assert not row.is_first.any()

@@ -1,0 +1,321 @@
+"""Many seeds with one command: side by side, resumed, stopped, and told as one number."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pretend
+import pytest
+from pretend import PACE, value
+
+from bestiary import jobs, seeds
+from bestiary.cli import main
+from bestiary.commands.eval import read as read_eval
+from bestiary.commands.train import Signals
+from bestiary.display import count
+from bestiary.envs import Catch
+from bestiary.errors import UserError
+from bestiary.experiment import Evaluation, Experiment
+from bestiary.presets import preset
+from bestiary.run import Run
+
+QUICK = ["--runtime.envs", "4", "--algo.batch-size", "4", "--log.no-tensorboard"]
+QUICK += ["--evaluation.every", "200", "--evaluation.episodes", "4"]
+
+
+@pytest.fixture
+def pretending(monkeypatch):
+    """Processes that only pretend to train: the rest is real."""
+    monkeypatch.setattr(jobs, "command", lambda path: [sys.executable, pretend.__file__, str(path)])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _signals():
+    """The program takes Ctrl-C and SIGTERM for itself: give them back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def experiment() -> Experiment:
+    return replace(preset("catch"), frames=400, evaluation=Evaluation(every=100, episodes=4))
+
+
+def worth(experiment: Experiment, seed: int) -> float:
+    return value(json.loads(replace(experiment, seed=seed).to_json()))
+
+
+def stamps(root: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.is_file()}
+
+
+def nobody_works_in(root: Path) -> bool:
+    """Every process holds the lock for as long as it lives."""
+    jobs.hold(root).close()
+    return True
+
+
+# -- which seeds --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "first", "found"),
+    [
+        ("5", 0, [0, 1, 2, 3, 4]),
+        ("3", 40, [40, 41, 42]),
+        ("25..29", 0, [25, 26, 27, 28, 29]),
+        ("7..7", 0, [7]),
+        ("1,5,9", 3, [1, 5, 9]),
+        ("9, 1..3", 0, [9, 1, 2, 3]),
+    ],
+)
+def test_seeds_are_a_number_a_range_or_a_list(text, first, found):
+    assert seeds.parse_seeds(text, first) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("0", "must be at least 1"),
+        ("29..25", "runs backwards: write 25..29"),
+        ("1,5,1", "name 1 twice"),
+        ("1,3..5,4", "name 4 twice"),
+        ("-3", "should be how many (5), a range (25..29) or a list (1,5,9)"),
+        ("", "should be how many"),
+        ("five", "should be how many"),
+        ("1..", "should be how many"),
+        ("0..5000000000", "at most 1,000 at once"),
+    ],
+)
+def test_other_words_are_not_seeds(text, sentence):
+    with pytest.raises(UserError, match=sentence.replace("(", r"\(").replace(")", r"\)")):
+        seeds.parse_seeds(text)
+
+
+def test_each_seed_has_one_thread_unless_told_otherwise(experiment, tmp_path):
+    planned = seeds.plan(experiment, [3, 4], tmp_path)
+    assert [(job.experiment.seed, job.experiment.runtime.threads, job.path.name) for job in planned] == [
+        (3, 1, "seed3"),
+        (4, 1, "seed4"),
+    ]
+    two = replace(experiment, runtime=replace(experiment.runtime, threads=2))
+    assert seeds.plan(two, [0], tmp_path)[0].experiment.runtime.threads == 2
+
+
+# -- what comes out -----------------------------------------------------------------------------------------
+
+
+def test_the_aggregate_is_what_one_computes_by_hand(pretending, experiment, tmp_path):
+    told: list[str] = []
+    result = seeds.train_seeds(experiment, [1, 2, 8], tmp_path, jobs=3, say=told.append)
+    values = sorted(worth(experiment, seed) for seed in (1, 2, 8))
+    last = result["over_seeds"]["score"]["last"]
+    assert last["n"] == 3
+    assert last["mean"] == pytest.approx(sum(values) / 3, abs=1e-8)
+    # of three, the middle half is the middle one and a quarter of each other one
+    assert last["iqm"] == pytest.approx((0.25 * values[0] + values[1] + 0.25 * values[2]) / 1.5, abs=1e-8)
+    # a resample of three is three times the lowest with a chance of 1/27, which is more than 2.5%
+    assert (last["ci95_low"], last["ci95_high"]) == pytest.approx((values[0], values[2]), abs=1e-8)
+    assert json.loads((tmp_path / "seeds.json").read_text()) == result
+    assert [row["score"]["best_frames"] for row in result["seeds"]] == [400] * 3
+    with (tmp_path / "seeds.csv").open() as file:
+        table = {row["seed"]: row for row in csv.DictReader(file)}
+    assert float(table["2"]["score_last"]) == pytest.approx(worth(experiment, 2), abs=1e-8)
+    assert float(table["mean"]["score_last"]) == pytest.approx(last["mean"])
+    assert float(table["iqm"]["score_best"]) == pytest.approx(result["over_seeds"]["score"]["best"]["iqm"])
+    assert sum("finished in" in line for line in told) == 3
+
+
+def test_one_seed_has_no_interval():
+    assert seeds.over_seeds([3.0])["mean"] == 3 and seeds.over_seeds([3.0])["ci95_low"] is None
+
+
+def test_the_best_evaluation_need_not_be_the_last(experiment, tmp_path):
+    (job,) = seeds.plan(experiment, [0], tmp_path)
+    (job.path / "checkpoints" / "000000000400").mkdir(parents=True)
+    (job.path / "evaluations.csv").write_text("frames,score\n100,1\n200,7\n300,7\n400,3\n500,9")  # one is being written
+    (row,) = seeds.report([job], {})["seeds"]
+    assert row["finished"] and row["score"] == {"last": 3.0, "best": 7.0, "best_frames": 300}
+
+
+def test_what_is_running_is_told_now_and_then(pretending, experiment, tmp_path, monkeypatch):
+    monkeypatch.setenv(PACE, "0.2")
+    told: list[str] = []
+    seeds.train_seeds(experiment, [25, 26], tmp_path, jobs=2, say=told.append, every=0.3)
+    where = [line for line in told if "seed 26" in line and "of 400" in line]
+    assert where and any("evaluation 0." in line for line in where)
+
+
+# -- again, and again ---------------------------------------------------------------------------------------
+
+
+def test_what_is_finished_is_left_alone_and_the_rest_goes_on(pretending, experiment, tmp_path):
+    seeds.train_seeds(experiment, [0], tmp_path)
+    before = stamps(tmp_path / "seed0")
+    result = seeds.train_seeds(experiment, [0, 1], tmp_path)
+    assert stamps(tmp_path / "seed0") == before
+    assert [row["finished"] for row in result["seeds"]] == [True, True]
+    longer = seeds.train_seeds(replace(experiment, frames=600), [0, 1], tmp_path)
+    assert [row["frames"] for row in longer["seeds"]] == [600, 600]
+    assert stamps(tmp_path / "seed0") != before
+
+
+def test_a_seed_that_fails_does_not_stop_the_others(pretending, tmp_path, capsys):
+    args = ["train", "catch", *QUICK, "--frames", "400", "--seeds", "12..14", "--jobs", "1", "--run", str(tmp_path)]
+    assert main(args) == 2
+    said = capsys.readouterr()
+    assert "seed 13 failed: ValueError: sensor unplugged" in said.out
+    assert "1 of 3 seeds failed, the first: seed 13: ValueError: sensor unplugged" in said.err
+    rows = {row["seed"]: row for row in json.loads((tmp_path / "seeds.json").read_text())["seeds"]}
+    assert rows[12]["finished"] and rows[14]["finished"] and not rows[13]["finished"]
+    assert json.loads((tmp_path / "seeds.json").read_text())["over_seeds"]["score"]["last"]["n"] == 2
+
+
+def test_whatever_goes_wrong_nobody_is_left_behind(pretending, experiment, tmp_path, monkeypatch):
+    monkeypatch.setenv(PACE, "0.1")
+    long = replace(experiment, frames=100_000)
+
+    def trip(working: list[seeds.SeedRun]) -> None:
+        raise RuntimeError("stumbled")
+
+    with pytest.raises(RuntimeError, match="stumbled"):
+        jobs.run_all(seeds.plan(long, [0, 1], tmp_path), 2, lambda ended: None, watch=trip, every=0.5)
+    assert nobody_works_in(tmp_path)
+    assert all(list((tmp_path / f"seed{s}" / "checkpoints").iterdir()) for s in (0, 1))  # and they saved
+
+
+def test_two_at_the_same_runs_are_one_too_many(pretending, experiment, tmp_path):
+    tmp_path.mkdir(exist_ok=True)
+    with jobs.hold(tmp_path), pytest.raises(UserError, match="is being worked on by another process"):
+        seeds.train_seeds(experiment, [0], tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reaches_every_seed_and_the_same_command_goes_on(number, pretending, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(PACE, "0.05")
+    args = ["train", "catch", *QUICK, "--seeds", "3..4", "--jobs", "2", "--run", str(tmp_path), "--frames"]
+
+    def interrupt() -> None:
+        while not all((tmp_path / f"seed{s}" / "metrics.csv").exists() for s in (3, 4)):
+            time.sleep(0.02)
+        assert isinstance(getattr(signal.getsignal(number), "__self__", None), Signals)  # or it would end the tests
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    assert main([*args, "100k"]) == 128 + number
+    assert "(unfinished)" in capsys.readouterr().out
+    assert json.loads((tmp_path / "seeds.json").read_text())["over_seeds"] == {}  # nothing to compare yet
+    assert nobody_works_in(tmp_path)
+    reached = [int(Run(tmp_path / f"seed{s}").find().name) for s in (3, 4)]
+    assert 0 < min(reached) <= max(reached) < 100_000
+    assert main([*args, str(max(reached) + 200)]) == 0
+    rows = json.loads((tmp_path / "seeds.json").read_text())["seeds"]
+    assert [row["finished"] for row in rows] == [True, True]
+
+
+def test_only_a_second_ctrl_c_insists():
+    stop = Signals()
+    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)  # a batch system that tells the program and its processes
+    assert stop() and stop.received == signal.SIGTERM
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["--seeds", "x"], "seeds='x' should be how many"),
+        (["--seeds", "2", "--jobs", "0"], "jobs=0 must be at least 1"),
+        (["--jobs", "2"], "name them with --seeds"),
+    ],
+)
+def test_wrong_words_are_refused_before_any_work(args, sentence, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "catch", *args]) == 2
+    assert sentence in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+def test_another_experiment_in_the_same_place_is_refused(pretending, experiment, tmp_path):
+    seeds.train_seeds(experiment, [0], tmp_path)
+    before = stamps(tmp_path)
+    other = replace(experiment, algo=replace(experiment.algo, discount=0.5))
+    with pytest.raises(UserError, match="holds another experiment"):
+        seeds.train_seeds(other, [0, 1], tmp_path)
+    with pytest.raises(UserError, match="is a run itself"):
+        seeds.train_seeds(experiment, [0], tmp_path / "seed0")
+    assert stamps(tmp_path) == before
+
+
+# -- real processes -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory) -> Path:
+    """Two seeds whose parent is killed without a word; then they are trained to their end by the same command."""
+    root = tmp_path_factory.mktemp("seeds") / "catch"
+    args = ["train", "catch", *QUICK, "--seeds", "2", "--jobs", "2", "--run", str(root), "--frames"]
+    parent = subprocess.Popen([sys.executable, "-m", "bestiary", *args, "100M"], stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 200
+    while not all((root / f"seed{s}" / "best").exists() for s in (0, 1)):
+        assert parent.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    parent.kill()
+    parent.wait()
+    while True:
+        try:
+            assert nobody_works_in(root)
+            break
+        except UserError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    reached = [int(Run(root / f"seed{s}").find().name) for s in (0, 1)]
+    assert main([*args, str(max(reached) + 200)]) == 0
+    for seed, at in enumerate(reached):
+        assert f"continues at {count(at)} frames" in (root / f"seed{seed}" / jobs.OUTPUT).read_text()
+    return root
+
+
+def test_seeds_save_and_leave_when_their_parent_is_killed_and_go_on_later(story):
+    rows = json.loads((story / "seeds.json").read_text())["seeds"]
+    assert [(row["seed"], row["finished"]) for row in rows] == [(0, True), (1, True)]
+    for seed in (0, 1):
+        experiment = Run(story / f"seed{seed}").experiment()
+        assert experiment.seed == seed and experiment.runtime.threads == 1
+
+
+def test_a_directory_of_seeds_is_evaluated_as_one(story, capsys):
+    assert main(["eval", str(story), "--episodes", "6", "--mode", "greedy", "--checkpoint", "best"]) == 0
+    assert "greedy score" in capsys.readouterr().out
+    (file,) = story.glob("eval-*.json")
+    assert file.name == "eval-best-1x6-seed0-greedy.json"
+    result = json.loads(file.read_text())
+    own = [json.loads(next(story.glob(f"seed{s}/eval-*.json")).read_text())["greedy"]["game"]["mean"] for s in (0, 1)]
+    assert [row["greedy"]["game"] for row in result["seeds"]] == own
+    assert result["greedy"]["game"]["mean"] == pytest.approx(sum(own) / 2)
+    assert [result["greedy"]["game"][k] for k in ("ci95_low", "ci95_high")] == sorted(own)  # of two: both
+
+
+def test_a_seed_that_was_never_trained_is_left_out_and_named(story, capsys, tmp_path):
+    (tmp_path / "seed2").symlink_to(story / "seed0")
+    Run.create(tmp_path / "seed10", Run(story / "seed0").experiment())
+    assert [path.name for path in seeds.find(tmp_path)] == ["seed2", "seed10"]
+    assert main(["eval", str(tmp_path), "--episodes", "4", "--mode", "greedy"]) == 2
+    said = capsys.readouterr()
+    assert "seed10 is left out" in said.out and "seed2" in said.out
+    assert "left out: seed10" in said.err
+
+
+def test_a_directory_of_seeds_knows_the_environment_it_was_trained_in(story):
+    chosen = read_eval([str(story), "--env.rows", "6"])
+    assert chosen.run == story and chosen.env == Catch(rows=6, columns=5)

@@ -1,0 +1,484 @@
+"""What a spectator gets to see: every environment has a picture, every game a film, and learning does not notice."""
+
+import csv
+import math
+import re
+import shlex
+import typing
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import bestiary
+from bestiary import cli, extras, filming
+from bestiary.algos.base import Agent
+from bestiary.commands.parse import parse
+from bestiary.commands.train import read as read_training
+from bestiary.commands.video import Settings, read
+from bestiary.display import Silent
+from bestiary.envs import Atari, Catch, EnvConfig, Gym, LunarLander, Recall, TMaze
+from bestiary.envs.batched import BatchedWorld
+from bestiary.envs.catch import CatchEnv
+from bestiary.errors import UserError
+from bestiary.experiment import Evaluation, Experiment, Logs, Video
+from bestiary.extras import MissingExtra
+from bestiary.filming import STRIP, Filming, Mp4, frame, number, strip, whole_scale
+from bestiary.run import Run
+from bestiary.training import Session, iterate
+
+ffmpeg = pytest.importorskip("imageio_ffmpeg")
+pytest.importorskip("PIL")
+
+FAMILIES = [*(cls() for cls in typing.get_args(EnvConfig)), LunarLander(sparse=True), Gym("bestiary/Catch-v0")]
+FAMILIES += [TMaze(length=3, active=True)]
+SMALL = replace(
+    bestiary.preset("recall"),
+    frames=2_000,
+    evaluation=Evaluation(episodes=0),
+    log=Logs(every=500, tensorboard=False),
+)
+SMALL = replace(SMALL, algo=replace(SMALL.algo, batch_size=4), runtime=replace(SMALL.runtime, envs=4, threads=1))
+
+
+def world_of(env, num_envs=1):
+    try:
+        return env.make(num_envs, 0, 1, 1)
+    except MissingExtra as e:
+        pytest.skip(str(e))
+
+
+def moves(world, count):
+    rng = np.random.default_rng(0)
+    for _ in range(count):
+        yield world.step(torch.from_numpy(rng.integers(0, world.spec.num_actions, world.num_envs)))
+
+
+def read_back(path):
+    """Size, frames per second and pictures of a file."""
+    frames = ffmpeg.read_frames(path)
+    about = next(frames)
+    width, height = about["size"]
+    return about, [np.frombuffer(f, np.uint8).reshape(height, width, 3) for f in frames]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Run:
+    return bestiary.train(SMALL, tmp_path_factory.mktemp("runs") / "recall")
+
+
+# -- pictures ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("env", FAMILIES, ids=repr)
+def test_every_environment_shows_a_picture_that_changes_as_it_is_played(env):
+    world = world_of(env, 2)
+    try:
+        assert 1 <= world.watch() <= 120
+        world.reset()
+        first = world.render(1)
+        kept = first.copy()
+        assert first.dtype == np.uint8 and first.ndim == 3 and first.shape[-1] == 3
+        assert first.std() > 0
+        seen = []
+        for _ in moves(world, 16):  # Visual Match begins walled in
+            seen.append(world.render(1))
+            assert seen[-1].shape == first.shape
+        assert any((picture != first).any() for picture in seen)
+        assert (first == kept).all()  # a picture stays what it was
+    finally:
+        world.close()
+
+
+@pytest.mark.parametrize("env", FAMILIES, ids=repr)
+def test_being_watched_changes_no_game(env):
+    rows = []
+    for watched in (False, True):
+        world = world_of(env, 2)
+        if watched:
+            world.watch()
+        count = 40 if isinstance(env, Atari) else 150
+        rows.append([world.reset(), *(row for row, _ in moves(world, count))])
+        world.close()
+    for alone, watched in zip(*rows, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True))
+
+
+def test_of_atari_the_screen_is_shown_in_colour_and_of_the_same_moment():
+    world = world_of(Atari("Breakout", one_life=True, sticky=0.25))
+    world.watch()
+    world.reset()
+    begun = 0
+    for row, ended in moves(world, 100):
+        begun += len(ended)
+        screen = world.render(0)
+        assert screen.shape == (210, 160, 3)
+        assert (screen[..., 0] != screen[..., 2]).any()
+        grey = screen @ np.array([0.299, 0.587, 0.114])
+        small = grey.repeat(2, 0).reshape(84, 5, 160).mean(1).repeat(21, 1).reshape(84, 84, 40).mean(2)
+        assert abs(small - row.obs[0, 0].numpy()).max() < 2
+    assert begun  # games that end with a life are started by us, not by the emulator
+    world.close()
+
+
+def test_an_environment_made_for_processes_is_drawn_in_this_one():
+    world = world_of(Gym("bestiary/Catch-v0", processes=True))
+    world.watch()
+    world.reset()
+    assert world.render(0).shape == (320, 160, 3)
+    world.close()
+
+
+def test_catch_and_recall_draw_what_there_is():
+    env = CatchEnv(1, 4, 3, render_mode="rgb_array")
+    env.reset(seed=0)
+    orange, blue = (228, 148, 109), (60, 90, 150)
+    for _ in range(3):
+        (picture,) = env.render()
+        assert (picture[env.ball_row[0] * 32 + 16, env.ball_col[0] * 32 + 16] == orange).all()
+        assert (picture[-2, env.paddle[0] * 32 + 4] == blue).all()
+        env.step(np.array([2]))
+    for cues in (2, 4, 300):
+        world = Recall(delay=2, cues=cues).make(1, 0, 0, 1)
+        world.reset()
+        assert (world.render(0) == orange).all(-1).any()
+        world.step(torch.tensor([0]))
+        assert not (world.render(0) == orange).all(-1).any()
+
+
+@dataclass(frozen=True)
+class Invisible:
+    """An environment that nobody has drawn."""
+
+    def make(self, num_envs, seed, stream, threads):
+        class Unseen(CatchEnv):
+            metadata = {**CatchEnv.metadata, "render_modes": []}
+
+        return BatchedWorld("Invisible", Unseen(num_envs), seed, stream)
+
+
+def test_an_environment_without_a_picture_says_so(monkeypatch):
+    import gymnasium
+
+    class Dark(gymnasium.Env):
+        metadata = {"render_modes": ["human"]}
+        observation_space = gymnasium.spaces.Box(0, 1, (2,), np.float32)
+        action_space = gymnasium.spaces.Discrete(2)
+
+    class Darker(Dark):
+        def __init__(self, render_mode=None): ...
+
+    for name, cls in (("Dark-v0", Dark), ("Dark-v1", Darker)):
+        monkeypatch.setitem(gymnasium.registry, name, gymnasium.envs.registration.EnvSpec(name, cls))
+    for env in (Invisible(), Gym("Dark-v0"), Gym("Dark-v1")):
+        world = env.make(1, 0, 0, 1)
+        with pytest.raises(UserError, match="has no picture to show"):
+            world.watch()
+        world.close()
+
+
+# -- frames ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "scale"), [((5, 5), 60), ((84, 84), 4), ((210, 160), 2), ((400, 600), 1), ((120, 640), 2), ((9, 4000), 1)]
+)
+def test_small_pictures_grow_by_whole_numbers_and_sizes_are_even(size, scale):
+    assert whole_scale(*size) == scale
+    picture = np.random.default_rng(0).integers(0, 255, (*size, 3), np.uint8)
+    whole = frame(picture, {"score": "0"})
+    height, width = size[0] * scale, size[1] * scale
+    assert whole.shape[0] == height + height % 2 + STRIP
+    assert whole.shape[0] % 2 == whole.shape[1] % 2 == 0
+    left = (whole.shape[1] - width) // 2
+    assert (whole[:height:scale, left : left + width : scale] == picture).all()
+    assert (whole[scale - 1 : height : scale, left + scale - 1 : left + width : scale] == picture).all()
+
+
+def test_the_strip_tells_the_score_and_nothing_else_changes_with_it():
+    picture = np.full((84, 84, 3), 7, np.uint8)
+    one, other = (frame(picture, {"score": score, "step": "3", "action": "1"}) for score in ("0", "12.5"))
+    assert (one[:-STRIP] == other[:-STRIP]).all()
+    changed = np.flatnonzero((one != other).any((0, 2)))
+    assert len(changed) and changed.max() < one.shape[1] // 3  # its own column
+    told = strip({"score": "0", "command": "212.3, 140"}, 400)
+    assert (told != strip({"score": "0", "command": "212.3, 139"}, 400)).any()
+
+
+@pytest.mark.parametrize(("x", "text"), [(0, "0"), (-0.001, "0"), (212.3, "212.3"), (140, "140"), (-0.02, "-0.02")])
+def test_numbers_are_short(x, text):
+    assert number(x) == text
+
+
+class Told(Agent):
+    """Goes left, and says what it was told."""
+
+    def initial_state(self, batch_size):
+        return ()
+
+    def act(self, step, state, explore, rng):
+        n = len(step.is_first)
+        return torch.full((n,), 2), {"command": torch.tensor([[212.3, 140.0]] * n)}, ()
+
+
+class Album:
+    fps = 2.5
+
+    def __init__(self):
+        self.pictures = []
+
+    def add(self, picture):
+        self.pictures.append(picture)
+
+
+def test_beneath_each_picture_is_what_had_been_earned_then_and_what_was_done_next(monkeypatch):
+    told = []
+    monkeypatch.setattr(filming, "frame", lambda picture, words, scale: told.append(dict(words)) or picture)
+    world = TMaze(length=2, active=True).make(1, 0, 0, 1)  # who does not come back pays half a point a step
+    world.watch()
+    album = Album()
+    games = filming.play(Filming(Told(), world, album, 2, None), world, 2, "greedy", torch.Generator())
+    assert [e.steps for e in games] == [5, 5]
+    assert [w["game"] for w in told] == ["1 of 2"] * 6 + ["2 of 2"] * 6
+    assert [w["step"] for w in told] == list("012345") * 2
+    assert [w["action"] for w in told] == ["2", "2", "2", "2", "2", "-"] * 2
+    assert [w["score"] for w in told] == ["0", "0", "-0.5", "-1", "-1.5", "-1.5"] * 2
+    assert {w["command"] for w in told} == {"212.3, 140"}
+    assert len(album.pictures) == 2 * (5 + math.ceil(album.fps))  # a game's last picture stays for a second
+
+
+# -- files -------------------------------------------------------------------------------------------
+
+
+def test_a_file_holds_the_pictures_that_were_sent(tmp_path):
+    pictures = [np.full((46, 62, 3), shade, np.uint8) for shade in (20, 120, 220)]
+    with Mp4(tmp_path / "deep" / "a:b.mp4", 12.5) as mp4:
+        for picture in pictures:
+            mp4.add(picture)
+            assert not mp4.path.exists()  # before it is complete
+    about, found = read_back(mp4.path)
+    assert about["fps"] == 12.5 and about["pix_fmt"].startswith("yuv420p") and about["codec"] == "h264"
+    assert len(found) == 3
+    assert all(abs(a.astype(int) - b).max() < 6 for a, b in zip(pictures, found, strict=True))
+    assert [p.name for p in mp4.path.parent.iterdir()] == ["a:b.mp4"]
+
+
+def test_a_film_that_is_broken_off_leaves_no_file(tmp_path):
+    with pytest.raises(KeyboardInterrupt), Mp4(tmp_path / "a.mp4", 8) as mp4:
+        mp4.add(np.zeros((2, 2, 3), np.uint8))
+        raise KeyboardInterrupt
+    assert mp4.process is not None and mp4.process.poll() is not None
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_ffmpeg_complains_about_is_one_sentence(tmp_path):
+    with pytest.raises(UserError, match=r"a\.mp4 cannot be written: "), Mp4(tmp_path / "a.mp4", 8) as mp4:
+        mp4.add(np.zeros((2, 2, 3), np.uint8))
+        assert mp4.process is not None
+        mp4.process.kill()
+        for _ in range(100):
+            mp4.add(np.zeros((200, 200, 3), np.uint8))
+    assert not list(tmp_path.iterdir())
+
+
+# -- runs --------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_filmed_in_the_games_that_evaluations_play(run, tmp_path):
+    filmed = bestiary.video(run.path, tmp_path / "a.mp4", episodes=3, mode="sampled", seed=4)
+    scores = bestiary.evaluate(run, episodes=3, modes=("sampled",), seed=4, envs=1)["sampled"]["scores"]
+    assert [e.score for e in filmed.games] == scores
+    about, found = read_back(filmed.file)
+    assert len(found) == sum(e.steps for e in filmed.games) + 3 * 8
+    assert about["fps"] == 8
+    assert about["size"] == (640, 360 + STRIP)
+    lit = [np.abs(f.astype(int) - (228, 148, 109)).max(-1).min() < 12 for f in found]
+    starts = np.cumsum([0, *(e.steps + 8 for e in filmed.games)])[:-1]
+    assert np.flatnonzero(lit).tolist() == starts.tolist()  # the cue is shown in each game's first picture
+
+
+def test_an_agent_that_follows_commands_is_shown_with_the_one_it_was_given(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(filming, "strip", lambda words, width: told.append(dict(words)) or strip(words, width))
+    experiment = replace(bestiary.preset("udrl"), env=Recall(delay=4))
+    run = Run.create(tmp_path / "r", experiment)
+    world = experiment.env.make(1, 0, 0, 1)
+    agent = experiment.algo.agent(world.spec, experiment.net, experiment.core)
+    run.save(0, agent.state_dict(), {}, 1)
+    filmed = bestiary.video(run, command=(30.0, 7.0))
+    assert filmed.file.name == "video-0-seed0-command30-7.mp4"
+    assert [w["command"] for w in told[:4]] == ["30, 7", "30, 6", "30, 5", "30, 4"]
+    with pytest.raises(UserError, match="2 numbers, not 1"):
+        bestiary.video(run, command=(30.0,))
+
+
+def test_the_command_names_its_file_by_what_it_shows(run, capsys):
+    assert cli.main(["video", str(run.path), "--episodes", "2", "--fps", "30", "--env.delay", "3"]) == 0
+    out = capsys.readouterr().out
+    frames = run.load().meta["frames"]
+    file = run.path / f"video-{frames}-seed0-delay-10-3.mp4"
+    assert re.search(r"^scores [01], [01]$", out, re.M) and f"written to {file}" in out
+    about, found = read_back(file)
+    assert about["fps"] == 30 and len(found) == 2 * (4 + 30)
+
+
+def test_a_game_can_be_made_larger_and_played_at_random(run, tmp_path):
+    filmed = bestiary.video(run, tmp_path / "a.mp4", scale=1, epsilon=1.0, fps=60)
+    assert read_back(filmed.file)[0]["size"] == (max(320, 3 * 84 + 20), 180 + STRIP)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["nowhere"], "nowhere is not a run"),
+        (["nowhere", "--env.delay", "3"], "none of the words is a run directory"),
+        (["RUN", "--checkpoint", "77"], "has no checkpoint '77'; it has: "),
+        (["RUN", "--out", "a.gif"], "give a file that ends in .mp4"),
+        (["RUN", "--out", "."], "give a file that ends in .mp4"),
+        (["RUN", "--out", "RUN/experiment.json/a.mp4"], "its directory is a file"),
+        (["RUN", "--out", "RUN/experiment.json/b/a.mp4"], "cannot be written: Not a directory"),
+        (["RUN", "--episodes", "0"], "must be at least 1"),
+        (["RUN", "--scale", "0"], "must be at least 1"),
+        (["RUN", "--fps", "0"], "positive"),
+        (["RUN", "--epsilon", "2"], "must lie in"),
+        (["RUN", "--command", "200,300"], "for agents that follow commands"),
+        (["RUN", "--command", "much"], "write it like 200,300"),
+        (["RUN", "--episode", "1"], "did you mean --episodes"),
+        (["RUN", "--device", "cuda:7"], "cannot be used here"),
+    ],
+)
+def test_a_mistake_is_refused_in_one_sentence(args, words, run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = cli.main(["video", *(word.replace("RUN", str(run.path)) for word in args)])
+    except SystemExit as stop:  # of the parser
+        code = stop.code
+    said = " ".join(re.sub(r"[─│╭╮╰╯]", " ", capsys.readouterr().err).split())
+    assert code == 2 and words in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_extra_is_named(run, monkeypatch):
+    find = extras.importlib.util.find_spec
+    for missing in ("imageio_ffmpeg", "PIL"):
+        monkeypatch.setattr(
+            extras.importlib.util, "find_spec", lambda name, m=missing: None if name == m else find(name)
+        )
+        for film_it in (lambda: bestiary.video(run), lambda: filming.check(Catch(), 0)):
+            with pytest.raises(MissingExtra, match=r'pip install "bestiary\[video\]"'):
+                film_it()
+
+
+def test_the_commands_of_the_document_are_understood():
+    page = Path(__file__).parent.parent / "docs" / "video.md"
+    lines = [line for line in page.read_text().splitlines() if line.startswith("bestiary video")]
+    assert len(lines) > 2
+    for line in lines:
+        words = shlex.split(line.split(" # ")[0])[2:]
+        parse(Settings, words, "bestiary video", Settings(Path("RUN"), env=TMaze()))
+
+
+def test_the_environment_is_the_runs_unless_changed(run):
+    assert read([str(run.path)]).env == SMALL.env
+    assert read([str(run.path), "--env.delay", "3"]).env == replace(SMALL.env, delay=3)
+
+
+# -- while training ----------------------------------------------------------------------------------
+
+
+def told(path):
+    """All numbers of a run but the clock's."""
+    with (path / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    clock = ("seconds", "frames_per_second", "updates_per_second")
+    return [{k: v for k, v in row.items() if k not in clock} for row in rows]
+
+
+def test_learning_does_not_notice_that_it_is_filmed(tmp_path):
+    states, weights = [], []
+    for name, plan in (("alone", Video()), ("filmed", Video(every=700, episodes=2, fps=60))):
+        torch.manual_seed(0)
+        run = bestiary.train(replace(SMALL, video=plan), tmp_path / name)
+        states.append(torch.get_rng_state())
+        weights.append(run.load().weights)
+    films = sorted(p.name for p in (tmp_path / "filmed" / "videos").iterdir())
+    assert len(films) == 3 and int(films[-1][:-4]) == Run(tmp_path / "filmed").load().meta["frames"]
+    assert not (tmp_path / "alone" / "videos").exists()
+    assert len(told(tmp_path / "alone")) > 2
+    assert told(tmp_path / "alone") == told(tmp_path / "filmed")
+    assert (tmp_path / "alone" / "episodes.csv").read_text() == (tmp_path / "filmed" / "episodes.csv").read_text()
+    assert all(torch.equal(a, weights[1][name]) for name, a in weights[0].items())
+    assert torch.equal(*states)
+    again = bestiary.video(run, episodes=2, fps=60)  # the last film is what the last checkpoint plays
+    assert again.file.read_bytes() == (tmp_path / "filmed" / "videos" / films[-1]).read_bytes()
+
+
+def test_a_run_that_goes_on_may_be_filmed_otherwise(tmp_path):
+    bestiary.train(SMALL, tmp_path / "r")
+    longer = replace(SMALL, frames=3_000, video=Video(every=400))
+    assert not longer.differs_from(SMALL)
+    bestiary.train(longer, tmp_path / "r")
+    made = [int(p.stem) for p in sorted((tmp_path / "r" / "videos").iterdir())]
+    assert made[0] < 2_200 and made[-1] >= 3_000  # at once, as none was ever made, and at the end
+    assert all(b - a >= 400 for a, b in pairwise(made[:-1]))
+    assert Experiment.from_json(longer.to_json()) == longer
+
+
+def test_stopping_breaks_a_film_off_and_going_on_makes_it(tmp_path, monkeypatch):
+    stopped = []
+    shown = filming.Filming._show
+    monkeypatch.setattr(
+        filming.Filming, "_show", lambda self, last: (stopped.append(1) if self.steps > 3 else None, shown(self, last))
+    )
+    plan = replace(SMALL, env=replace(SMALL.env, delay=50), video=Video(every=500))
+    session = Session(plan, tmp_path / "r", Silent(), stop=lambda: bool(stopped))
+    for _ in session:
+        pass
+    assert stopped and session.runtime.frames < 1_000
+    assert not list((tmp_path / "r" / "videos").iterdir())
+    monkeypatch.setattr(filming.Filming, "_show", shown)
+    next(iterate(plan, tmp_path / "r"))  # the next one would be due much later
+    assert len(list((tmp_path / "r" / "videos").iterdir())) == 1
+
+
+def test_what_cannot_be_filmed_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    unseen = replace(SMALL, video=Video(every=100))
+    object.__setattr__(unseen, "env", Invisible())
+    with pytest.raises(UserError, match="Invisible has no picture to show"):
+        bestiary.train(unseen, tmp_path / "r")
+    find = extras.importlib.util.find_spec
+    monkeypatch.setattr(extras.importlib.util, "find_spec", lambda name: None if name == "PIL" else find(name))
+    with pytest.raises(MissingExtra):
+        bestiary.train(replace(SMALL, video=Video(every=100)), tmp_path / "r")
+    assert not (tmp_path / "r").exists()
+
+
+def test_training_survives_a_film_that_fails(tmp_path):
+    notes = []
+
+    class Noting(Silent):
+        def note(self, text):
+            notes.append(text)
+
+    (tmp_path / "r").mkdir()
+    session = Session(replace(SMALL, video=Video(every=1_000)), tmp_path / "r", Noting())
+    (tmp_path / "r" / "videos").write_text("in the way")
+    for _ in session:
+        pass
+    assert session.finished
+    assert sum("no video at" in note and "its directory is a file" in note for note in notes) == 2
+
+
+@pytest.mark.parametrize("wrong", [{"every": 0}, {"episodes": 0}, {"fps": 0.0}])
+def test_settings_that_make_no_sense_are_refused(wrong):
+    with pytest.raises(UserError, match=f"video.{next(iter(wrong))}"):
+        Video(**wrong)
+
+
+def test_the_command_line_takes_the_settings():
+    given = read_training(["tmaze", "--video.every", "1M", "--video.episodes", "2"]).experiment
+    assert given.video == Video(every=1_000_000, episodes=2)
+    assert given.env == TMaze()

@@ -58,6 +58,11 @@ def use_plugins(args: list[str]) -> list[str]:
 _used: set[str] = set()
 
 
+def used() -> list[str]:
+    """The files that have registered something, wherever one is."""
+    return sorted(str(Path(path).resolve()) for path in _used)
+
+
 def _parts() -> dict[str, set[str]]:
     from bestiary.experiment import family
 

@@ -69,10 +69,7 @@ class Gates(nn.Module):
 
 
 class Film(nn.Module):
-    """Every layer is scaled between nothing and double, and shifted, by the command; it begins as if there were none.
-
-    The command is also shown to the first layer.
-    """
+    """Every layer is scaled between nothing and double by the command, which the first layer is also shown."""
 
     def __init__(self, width: int, command: int, hidden: tuple[int, ...], outputs: int) -> None:
         super().__init__()
@@ -160,7 +157,7 @@ class CommandAgent(Agent):
     def aim_at(self, aim: Aim) -> None:
         """Where commands come from now on; a pool that is not yet full repeats what it has."""
         at = torch.arange(len(self.pool), device=self.pool.device) % len(aim.pool)
-        self.pool.copy_(aim.pool[at])
+        self.pool.copy_(aim.pool.to(at.device)[at])
         self.spread.copy_(aim.spread)
         self.noise.copy_(aim.noise)
 
@@ -203,7 +200,10 @@ class CommandAgent(Agent):
         drawn = step.is_first[:, None] | torch.tensor(cfg.redraw, device=fresh.device)
         if not cfg.hold:
             most = float("inf") if cfg.max_return is None else cfg.max_return
-            command = reduce(command, step.reward, cfg.discount, most)
+            if cfg.command == "to-go":
+                command = reduce(command, step.reward, cfg.discount, most)
+            else:  # of a whole episode only the time that is left becomes less
+                command = reduce(command, torch.zeros_like(step.reward), 1.0, most)
         command = torch.where(drawn, fresh, command)
         lots = torch.rand(len(command), generator=rng, device=fresh.device)
         bold = lots if explore is None else torch.where(explore > 0, lots, 1.0)
@@ -306,7 +306,7 @@ class CommandLearner:
             reached = aux["advantage"]
         else:
             with torch.no_grad():
-                reached = aux["to_go"] - self.values(t.step)[cfg.burn_in :]
+                reached = aux["to_go"] - cfg.value_scale * self.values(t.step)[cfg.burn_in :]
         return torch.stack([reached, aux["horizon"]] if cfg.horizon else [reached], -1)
 
     def weight(self, t: Trajectory, label: Tensor, valid: Tensor) -> Tensor:
@@ -367,8 +367,9 @@ class CommandLearner:
         agent, rows = self.online, obs.flatten(0, 1)
         share = 1 / (1 + min(self.updates, REMEMBERED))
         mean = rows.mean(0)
-        square = (rows - agent.centre).square().mean(0)
-        agent.spans.copy_(torch.lerp(agent.spans.square(), square, share).sqrt().clamp(min=1e-2))
+        square = (rows - agent.centre).square().mean(0)  # from where the mean was: it moves by so much
+        variance = torch.lerp(agent.spans.square(), square, share) - (share * (mean - agent.centre)).square()
+        agent.spans.copy_(variance.clamp(min=1e-4).sqrt())
         agent.centre.lerp_(mean, share)
 
     @torch.no_grad()
@@ -396,10 +397,10 @@ class CommandLearner:
         if most > self.peak:
             self.peak, self.peak_std = most, label.std().item()
         self.peak_since += 1
-        if self.peak_since == 1 or self.peak_since >= self.cfg.peak_every:
+        if self.updates == 1 or self.peak_since >= self.cfg.peak_every:
             self.agent.aim_at(aim(np.array([self.peak]), noise=self.peak_std))
-            if self.peak_since >= self.cfg.peak_every:
-                self.peak, self.peak_since = -torch.inf, 1
+        if self.peak_since >= self.cfg.peak_every:
+            self.peak, self.peak_since = -torch.inf, 0
 
     # -- checkpoints -------------------------------------------------------------------------------
 
@@ -509,7 +510,7 @@ class Commanded:
     sharpen: float = 1.0
     """while exploring, logits are multiplied by up to this much, drawn anew for every episode"""
     sharpen_over: Count = 600_000
-    """moves until it is reached"""
+    """moves until it is reached; episodes where updates are counted per episode"""
     grad_norm: float | None = 1.0
     optimizer: OptimizerConfig = field(default_factory=lambda: AdamW(lr=1e-3))
     lr_last: float = 0.1
@@ -531,7 +532,7 @@ class Commanded:
     def check(self) -> None:
         if self.unroll < 1:
             raise UserError(f"algo.unroll={self.unroll} must be at least 1")
-        if self.command != "to-go" and self.horizon and self.command == "advantage":
+        if self.horizon and self.command == "advantage":
             raise UserError("algo.horizon does not go with algo.command=advantage: an advantage is of a single move")
         for name in ("shift", "scale"):
             if len(getattr(self, name)) != self.width:
@@ -542,10 +543,13 @@ class Commanded:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise UserError(f"algo.{name.replace('_', '-')}={value} must be positive")
-        for name in ("discount", "smoothing", "average", "trace_decay", "lr_last", "increment"):
+        for name in ("discount", "smoothing", "average", "trace_decay", "lr_last"):
             value = getattr(self, name)
-            if value is not None and not 0 <= value <= (1 if name != "increment" else np.inf):
+            if value is not None and not 0 <= value <= 1:
                 raise UserError(f"algo.{name.replace('_', '-')}={value} must lie in [0, 1]")
+        for name in ("increment", "cut_penalty"):
+            if getattr(self, name) < 0:
+                raise UserError(f"algo.{name.replace('_', '-')}={getattr(self, name)} must be at least 0")
         if not 0 <= self.percentile <= 100:
             raise UserError(f"algo.percentile={self.percentile} must lie in [0, 100]")
         if self.sharpen < 1:
@@ -554,10 +558,16 @@ class Commanded:
             raise UserError("algo.top, algo.critic-every and algo.peak-every must be at least 1")
         if not self.head or min(self.head) < 1:
             raise UserError(f"algo.head={self.head} must be layers of at least one unit")
+        if any(units < 1 for units in self.critic_head):
+            raise UserError(f"algo.critic-head={self.critic_head} must be layers of at least one unit")
         if self.source == "percentile" and self.horizon:
             raise UserError("algo.source=percentile says nothing of moves: use --algo.no-horizon")
         if self.source == "percentile" and self.command == "to-go":
             raise UserError("algo.source=percentile goes with algo.command=return or advantage")
+        if self.source == "percentile" and self.command == "advantage" and self.critic == "joint":
+            raise UserError(
+                "algo.source=percentile needs algo.critic=own: of a joint critic's advantages none are kept"
+            )
         if self.source in ("spread", "episode") and self.command == "advantage":
             raise UserError(f"algo.source={self.source} is of returns: with advantages use percentile or peak")
         if not self.hold and self.command == "to-go" and self.discount == 0:
@@ -622,12 +632,14 @@ class Commanded:
     def agent(self, spec: Spec, net: Net, core: CoreConfig) -> CommandAgent:
         if self.normalise and spec.is_image:
             raise UserError(f"algo.normalise is for vectors, but {spec.name} shows pictures")
-        if net.frame_stack - 1 > self.burn_in and self.window is not None:
+        agent = CommandAgent(self, spec, net, core)
+        whole = self.window is None and not agent.torso.memoryless
+        if net.frame_stack - 1 > self.burn_in and not whole:
             raise UserError(
                 f"algo.burn-in={self.burn_in} rows do not fill net.frame-stack={net.frame_stack}: "
                 f"raise it to {net.frame_stack - 1}"
             )
-        return CommandAgent(self, spec, net, core)
+        return agent
 
     def learner(self, agent: Agent, total_steps: int) -> CommandLearner:
         assert isinstance(agent, CommandAgent)

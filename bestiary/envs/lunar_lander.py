@@ -47,7 +47,8 @@ class EnvpoolWorld(World):
 
     def __init__(self, cfg: "LunarLander", num_envs: int, seed: int, stream: int, threads: int) -> None:
         if not available("envpool"):
-            raise MissingExtra('env.backend=envpool needs the extra "envpool"; or use --env.backend gymnasium')
+            hint = 'pip install "bestiary[envpool]", or use --env.backend gymnasium'
+            raise MissingExtra(f'env.backend=envpool needs the extra "envpool": {hint}')
         require("Box2D", "box2d")  # evaluations are played in Gymnasium: better told now than at the first of them
         moves = cfg.limit or MOVES
         super().__init__(Spec(ID, (8,), torch.float32, 4, horizon=moves), num_envs)

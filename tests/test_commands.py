@@ -1,0 +1,522 @@
+"""What commands are made of, against recorded numbers and plain loops."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as searching
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bestiary.algos import Rcp, Udrl
+from bestiary.algos.commanded import CommandAgent, CommandLearner
+from bestiary.cores import Ff
+from bestiary.nets import Mlp, Net
+from bestiary.ops.commands import aim, best, exponential_weight, less_start, reduce, to_go, zscore
+from bestiary.ops.returns import lambda_returns
+from bestiary.replay.episodes import EpisodeReplay, Held
+from bestiary.types import Spec, TimeStep, Trajectory
+
+GOLDEN = np.load(Path(__file__).parent / "data" / "udrl.npz")
+LENGTHS, OFFSETS, RETURNS = GOLDEN["lengths"], GOLDEN["offsets"], GOLDEN["returns"]
+MOST = float(GOLDEN["max_return"])
+GAMMA = float(GOLDEN["label/discount"])
+KS = GOLDEN["command_k"].tolist()
+EXACT = {"rtol": 1e-10, "atol": 1e-10}
+SINGLE = {"rtol": 1e-6, "atol": 1e-5}  # where numbers are kept in float32
+SPEC = Spec("vector", (2,), torch.float32, 4, horizon=20)
+NET = Net(encoder=Mlp(num_layers=0), prev_action=False, prev_reward=False)
+
+
+def golden(name: str) -> Tensor:
+    return torch.from_numpy(GOLDEN[name])
+
+
+def close(mine: Any, name: str, **tolerance: float) -> None:
+    """Against a recorded number, at 1e-10 unless told otherwise."""
+    np.testing.assert_allclose(np.asarray(mine), GOLDEN[name], **(tolerance or EXACT))
+
+
+def stored(rewards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rewards as rows that led somewhere: before an episode's first there is none. And where episodes begin."""
+    parts = [np.concatenate([[0.0], rewards[a:b]]) for a, b in pairwise(OFFSETS)]
+    return np.concatenate(parts).astype(np.float32), OFFSETS[:-1] + np.arange(len(LENGTHS))
+
+
+def held(which: slice = slice(None)) -> Held:
+    """The recorded episodes as a replay that has kept all of them tells of them."""
+    label = (RETURNS - RETURNS.mean()) / RETURNS.std()
+    return table(LENGTHS, earned=RETURNS, begun=GOLDEN["rcp_r/initial_returns"], merit=RETURNS, label=label)[which]
+
+
+def table(moves: np.ndarray, **columns: np.ndarray) -> Held:
+    """Episodes of so many moves; what is not said of them is zero."""
+    blank = Held(*(np.zeros(len(moves), column.dtype) for column in Held.none()))
+    return blank._replace(number=np.arange(len(moves)), moves=moves, **columns)
+
+
+# -- what was still to come ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rewards", "discount", "name"),
+    [
+        ("rewards", 1.0, "label/return_to_go"),
+        ("rewards", GAMMA, "label/discounted_return_to_go"),
+        ("label/sparse_rewards", 1.0, "label/sparse_return_to_go"),
+    ],
+)
+def test_what_is_to_go_is_what_was_recorded(rewards, discount, name):
+    reward, first = stored(GOLDEN[rewards])
+    window = int(LENGTHS.max())
+    out = to_go(reward, first, LENGTHS, np.zeros_like(first), window, discount)
+    assert out.dtype == np.float64
+    close(np.concatenate([out[:n, e] for e, n in enumerate(LENGTHS)]), name)
+    for e, n in enumerate(LENGTHS):
+        assert not out[n:, e].any()
+
+
+@searching(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 12), st.sampled_from([0.0, 0.5, 0.99, 1.0]))
+def test_what_is_to_go_is_a_loop_wherever_a_window_begins_and_ends(seed, window, discount):
+    """Windows begin before an episode or in it, and end in it or after it."""
+    rng = np.random.default_rng(seed)
+    moves = rng.integers(1, 9, 6)
+    first = np.cumsum(moves + 1) - moves - 1
+    reward = rng.normal(size=int((moves + 1).sum())).astype(np.float32)
+    start = rng.integers(-window - 1, moves + 2)
+    out = to_go(reward, first, moves, start, window, discount)
+    assert out.shape == (window, 6)
+    for b in range(6):
+        for k in range(window):
+            t, expected = start[b] + k, 0.0
+            if 0 <= t < moves[b]:
+                expected = sum(discount ** (n - t) * float(reward[first[b] + n + 1]) for n in range(t, moves[b]))
+            assert out[k, b] == pytest.approx(expected, rel=1e-10, abs=1e-10)
+
+
+# -- the best --------------------------------------------------------------------------------------------------------
+
+
+def test_the_best_come_first_and_of_equals_the_later():
+    assert best(RETURNS, 100).tolist() == GOLDEN["sorted_episode_order"].tolist()
+    assert len(set(RETURNS.tolist())) < len(RETURNS)  # or there would be no equals
+    assert best(np.array([1.0, 2.0, 2.0, 2.0, 0.0]), 3).tolist() == [3, 2, 1]
+
+
+@pytest.mark.parametrize("distinct", [True, False])
+@pytest.mark.parametrize("k", KS)
+def test_the_best_and_their_statistics_are_those_recorded(k, distinct):
+    name = f"command/{'distinct' if distinct else 'episodes'}_k{k}"
+    chosen = best(RETURNS, k, distinct)
+    assert chosen.tolist() == GOLDEN[f"{name}/selected"].tolist()
+    close(RETURNS[chosen].mean(), f"{name}/mean")
+    close(RETURNS[chosen].std(), f"{name}/std")
+    close(LENGTHS[chosen].mean(), f"{name}/mean_length")
+
+
+@searching(max_examples=40, deadline=None)
+@given(st.lists(st.integers(-3, 3), min_size=1, max_size=15), st.integers(1, 17), st.booleans())
+def test_the_best_are_those_of_a_sorted_list(values, k, distinct):
+    ranked = sorted(range(len(values)), key=lambda i: (values[i], i), reverse=True)
+    if distinct:
+        ranked = [i for n, i in enumerate(ranked) if values[i] not in [values[j] for j in ranked[:n]]]
+    assert best(np.array(values, np.float64), k, distinct).tolist() == ranked[:k]
+
+
+# -- where commands come from ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("distinct", [True, False])
+@pytest.mark.parametrize("k", KS)
+def test_commands_spread_from_the_mean_of_the_best_to_a_deviation_more(k, distinct):
+    name = f"command/{'distinct' if distinct else 'episodes'}_k{k}"
+    told = Udrl(source="spread", top=k, distinct=distinct).aim(held(), np.zeros(0))
+    assert told.pool.shape == (1, 2)
+    close(told.pool[0, 0], f"{name}/desired_low", **SINGLE)
+    close(told.pool[0, 1], f"{name}/horizon", rtol=0)
+    close(told.pool[0, 0] + told.spread[0], f"{name}/desired_high", **SINGLE)
+    assert told.spread[1] == 0 and not told.noise.any()
+    uniform, wanted = golden(f"{name}/uniform"), GOLDEN[f"{name}/desired_return"]
+    drawn = (told.pool[0, 0] + uniform * told.spread[0]).clamp(max=MOST)
+    np.testing.assert_allclose(drawn, wanted, **SINGLE)
+
+
+@pytest.mark.parametrize("distinct", [True, False])
+@pytest.mark.parametrize("k", KS)
+def test_an_agent_draws_what_was_recorded(k, distinct, monkeypatch):
+    """The same numbers in place of its lots."""
+    name = f"command/{'distinct' if distinct else 'episodes'}_k{k}"
+    cfg = Udrl(source="spread", top=k, distinct=distinct, max_return=MOST)
+    agent = cfg.agent(SPEC, NET, Ff())
+    agent.aim_at(cfg.aim(held(), np.zeros(0)))
+    uniform = golden(f"{name}/uniform").float()
+    lots = torch.stack([torch.zeros_like(uniform), uniform], 1)
+    monkeypatch.setattr(torch, "rand", lambda *size, **_: lots.reshape(size))
+    drawn = agent.draw(torch.ones(len(uniform)), len(uniform), torch.Generator())
+    close(drawn[:, 0], f"{name}/desired_return", **SINGLE)
+    assert (drawn[:, 1] == int(GOLDEN[f"{name}/horizon"])).all()
+
+
+@pytest.mark.parametrize(("moves", "rounded"), [((8, 9), 8.0), ((9, 10), 10.0), ((7, 7, 8), 7.0), ((2, 3), 2.0)])
+def test_halves_of_a_horizon_are_rounded_to_even(moves, rounded):
+    assert Udrl(source="spread").aim(table(np.array(moves)), np.zeros(0)).pool[0, 1] == rounded
+
+
+@pytest.mark.parametrize("distinct", [True, False])
+def test_commands_may_be_pairs_of_real_episodes_and_a_little_more(distinct):
+    told = Udrl(source="episode", top=5, distinct=distinct, increment=0.5).aim(held(), np.zeros(0))
+    chosen = GOLDEN[f"command/{'distinct' if distinct else 'episodes'}_k5/selected"]
+    np.testing.assert_allclose(told.pool, np.stack([RETURNS[chosen], LENGTHS[chosen]], 1), rtol=1e-6)
+    np.testing.assert_allclose(told.spread, [0.5 * RETURNS[chosen].std(), 0], rtol=1e-6)
+    without = Udrl(source="episode", top=5, horizon=False, shift=(0.0,), scale=(1.0,)).aim(held(), np.zeros(0))
+    assert without.pool.shape == (5, 1) and without.spread.shape == (1,)
+
+
+def test_discounted_commands_begin_with_the_discounted_return():
+    top = best(RETURNS, 3)
+    told = Udrl(source="episode", top=3, discount=GAMMA).aim(held(), np.zeros(0))
+    np.testing.assert_allclose(told.pool[:, 0], GOLDEN["rcp_r/initial_returns"][top], rtol=1e-6)
+    plain = Udrl(source="episode", top=3, discount=GAMMA, command="return").aim(held(), np.zeros(0))
+    np.testing.assert_allclose(plain.pool[:, 0], RETURNS[top], rtol=1e-6)
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_the_largest_return_of_late_is_the_command_and_its_deviation_the_noise(few, monkeypatch):
+    monkeypatch.setattr("bestiary.algos.commanded.LATEST", int(GOLDEN["rcp_r/latest_batch"]))
+    cfg = Rcp(command="to-go", source="peak", discount=GAMMA)
+    told = cfg.aim(held(slice(-6, None)) if few else held(), np.zeros(0))
+    assert told.pool.shape == (1, 1)
+    close(told.pool[0, 0], "rcp_r/command_mean", **SINGLE)
+    close(told.noise[0], "rcp_r/command_std", **SINGLE)
+    assert not told.spread.any()
+
+
+def test_the_largest_return_of_late_comes_with_how_long_late_episodes_were(monkeypatch):
+    monkeypatch.setattr("bestiary.algos.commanded.LATEST", 6)
+    told = Udrl(source="peak").aim(held(), np.zeros(0))
+    np.testing.assert_allclose(told.pool, [[RETURNS[-6:].max(), LENGTHS[-6:].mean()]], rtol=1e-6)
+    np.testing.assert_allclose(told.noise, [RETURNS[-6:].std(), 0], rtol=1e-6)
+
+
+def test_a_percentile_is_of_returns_or_of_what_was_said_of_moves():
+    said = GOLDEN["rcp_a/advantage"]
+    told = Rcp(percentile=75.0).aim(held(), said)
+    assert told.pool.item() == pytest.approx(np.sort(said)[103:105].mean(), rel=1e-6)  # between 103 and 104 of 0..138
+    assert Rcp(percentile=75.0).aim(held(slice(0, 0)), np.zeros(0)).pool.tolist() == [[0.0]]  # nothing said yet
+    by_return = Rcp(command="return", percentile=100.0)
+    assert by_return.aim(held(), said).pool.item() == RETURNS.max()
+    adjusted = Rcp(command="return", percentile=0.0, adjust=True)
+    assert adjusted.aim(held(), said).pool.item() == pytest.approx(held().label.min(), rel=1e-6)
+
+
+def test_an_aim_is_a_table_with_one_spread_and_one_noise_per_number():
+    one = aim(np.array([5.0, 3.0]), spread=2.0)
+    assert one.pool.tolist() == [[5.0, 3.0]] and one.spread.tolist() == [2.0, 2.0] and one.noise.tolist() == [0.0, 0.0]
+    many = aim(np.arange(6.0).reshape(3, 2), noise=np.array([1.0, 0.0]))
+    assert many.pool.shape == (3, 2) and many.noise.tolist() == [1.0, 0.0]
+    assert all(x.dtype == torch.float32 for x in many)
+
+
+# -- what becomes of a command ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", range(3))
+def test_commands_shrink_as_recorded(case):
+    name = f"update/case{case}"
+    wanted = torch.stack([golden(f"{name}/desired_return"), golden(f"{name}/desired_horizon").double()], 1)
+    command = wanted[:1]
+    for reward, after in zip(golden(f"{name}/rewards"), wanted[1:], strict=True):
+        command = reduce(command, reward[None], 1.0, MOST)
+        torch.testing.assert_close(command[0], after, **EXACT)
+
+
+def test_what_is_asked_for_shrinks_backwards_through_the_discount():
+    """After any move, a command that began as what an episode earned is what was still earned."""
+    reward, first = stored(GOLDEN["rewards"])
+    ahead = to_go(reward, first, LENGTHS, np.zeros_like(first), 4, GAMMA)[:, LENGTHS >= 5]  # [4, B]
+    moved = torch.from_numpy(np.stack([reward[first + t + 1] for t in range(3)]).astype(np.float64)[:, LENGTHS >= 5])
+    command = torch.from_numpy(ahead[0])[:, None]
+    for t in range(3):
+        command = reduce(command, moved[t], GAMMA, np.inf)
+        np.testing.assert_allclose(command[:, 0], ahead[t + 1], rtol=1e-10)
+
+
+def test_every_row_of_a_batch_shrinks_by_its_own():
+    command = torch.tensor([[10.0, 5.0], [3.0, 1.0], [319.0, 2.0]])
+    out = reduce(command, torch.tensor([1.0, 5.0, -9.0]), 1.0, 320.0)
+    assert out.tolist() == [[9.0, 4.0], [-2.0, 1.0], [320.0, 1.0]]
+    assert command.tolist() == [[10.0, 5.0], [3.0, 1.0], [319.0, 2.0]]  # as it was
+
+
+# -- weights ---------------------------------------------------------------------------------------------------------
+
+
+def test_standard_deviations_and_weights_are_those_recorded():
+    z = zscore(golden("weights/x"))
+    close(z, "weights/zscore")
+    for beta, cap in ((1, 20), (0.5, 20), (0.25, 20), (2, 5)):
+        close(exponential_weight(z, beta, cap), f"weights/beta{beta:g}_clip{cap}")
+    capped = exponential_weight(z, 0.25, 20) == 20
+    assert capped.sum().item() == int(GOLDEN["weights/capped_count_beta0.25_clip20"]) > 0
+
+
+def test_standard_deviations_are_of_what_is_valid():
+    x = golden("weights/x")
+    valid = torch.arange(len(x)) % 3 != 0
+    torch.testing.assert_close(zscore(x, valid)[valid], zscore(x[valid]), **EXACT)
+    assert (zscore(x, valid)[valid] - zscore(x)[valid]).abs().min() > 1e-6
+    table = x.view(8, 5)
+    torch.testing.assert_close(zscore(table), zscore(x).view(8, 5), **EXACT)
+
+
+@pytest.mark.parametrize("x", [torch.full((5,), 3.0), torch.tensor([7.0]), torch.zeros(0)])
+def test_where_all_are_alike_none_deviates(x):
+    assert torch.equal(zscore(x), torch.zeros_like(x))
+    valid = torch.zeros(5, dtype=torch.bool)
+    assert torch.equal(zscore(torch.arange(5.0), valid), torch.zeros(5))
+
+
+def test_a_weight_that_would_not_fit_a_number_is_the_cap():
+    assert exponential_weight(torch.tensor([1e6, -1e6]), 0.01, 20.0).tolist() == [20.0, 0.0]
+
+
+# -- what the learner makes of it -------------------------------------------------------------------------------------
+
+
+def learner_of(cls: type, **settings: Any) -> CommandLearner:
+    cfg = cls(**({"head": (8,), "critic_head": (8,)} | settings))
+    return cfg.learner(cfg.agent(SPEC, NET, Ff()), 1000)
+
+
+def labelled(at: np.ndarray) -> Trajectory:
+    """Recorded moves as a batch of windows of one move."""
+    count = len(at)
+    blank = TimeStep(
+        torch.zeros(1, count, 2),
+        torch.zeros(1, count, dtype=torch.int64),
+        torch.zeros(1, count),
+        *torch.zeros(2, 1, count).bool(),
+    )
+    aux = {
+        "valid": torch.ones(1, count, dtype=torch.bool),
+        "to_go": golden("label/return_to_go")[at][None],
+        "horizon": golden("label/horizon")[at][None].double(),
+        "earned": golden("label/episode_return")[at][None],
+        "label": torch.from_numpy(held().label[GOLDEN["label/episode"]][at])[None],
+        "advantage": golden("rcp_a/advantage")[at][None],
+    }
+    return Trajectory(blank, torch.zeros(1, count, dtype=torch.int64), aux, (), torch.zeros(count))
+
+
+def test_labels_are_what_was_reached_and_in_how_many_moves():
+    t = labelled(np.arange(139))
+    label = learner_of(Udrl).label(t)
+    close(label[0, :, 0], "label/return_to_go")
+    close(label[0, :, 1], "label/horizon")
+    short = learner_of(Udrl, command="return", horizon=False, shift=(0.0,), scale=(1.0,)).label(t)
+    assert short.shape == (1, 139, 1)
+    close(short[0, :, 0], "label/episode_return")
+    adjusted = learner_of(Rcp, command="return", adjust=True).label(t)
+    torch.testing.assert_close(adjusted[..., 0], t.aux["label"], **EXACT)
+
+
+@pytest.mark.parametrize("beta", [1.0, 0.5, 2.0])
+def test_whole_returns_weigh_as_recorded(beta):
+    at = GOLDEN["rcp_r/step_index"]
+    t = labelled(at)
+    close(t.aux["earned"][0], "rcp_r/episode_return")
+    for command in ("to-go", "return"):
+        learner = learner_of(Rcp, command=command, source="peak", beta=beta)
+        weight = learner.weight(t, learner.label(t), t.aux["valid"])
+        close(weight[0], f"rcp_r/beta{beta:g}/weight")
+    close(zscore(t.aux["earned"])[0], "rcp_r/zscore")
+
+
+def test_advantages_and_what_they_weigh_are_those_recorded(monkeypatch):
+    """What was still earned, less what the critic expected: label and weight at once."""
+    at = GOLDEN["rcp_a/step_index"]
+    t = labelled(at)
+    t.aux["to_go"] = golden("label/discounted_return_to_go")[at][None]
+    learner = learner_of(Rcp, critic="joint", source="peak", value_scale=1.0)
+    monkeypatch.setattr(learner, "values", lambda step: golden("rcp_a/values")[at][None])
+    label = learner.label(t)
+    np.testing.assert_allclose(label[0, :, 0], GOLDEN["rcp_a/advantage"][at], **EXACT)
+    close(zscore(label[..., 0])[0], "rcp_a/zscore")
+    close(learner.weight(t, label, t.aux["valid"])[0], "rcp_a/weight_beta1")
+    own = learner_of(Rcp)
+    close(own.weight(t, own.label(t), t.aux["valid"])[0], "rcp_a/weight_beta1")
+
+
+def test_moves_that_are_none_weigh_nothing_and_do_not_shift_the_others():
+    at = np.concatenate([GOLDEN["rcp_r/step_index"], [0, 1, 2]])
+    t = labelled(at)
+    t.aux["valid"][0, -3:] = False
+    t.aux["earned"][0, -3:] = 1e9
+    learner = learner_of(Rcp, command="return")
+    weight = learner.weight(t, learner.label(t), t.aux["valid"])[0]
+    close(weight[:-3], "rcp_r/beta1/weight")
+    assert not weight[-3:].any()
+    even = learner_of(Udrl)
+    assert even.weight(t, even.label(t), t.aux["valid"])[0].tolist() == [1.0] * 24 + [0.0] * 3
+
+
+def whole(ends: Tensor) -> tuple[TimeStep, Tensor]:
+    """All recorded episodes side by side, [17, 14], padded by rows that begin others, and values of rows.
+
+    ends: [14] whether nothing lies beyond the last row; the value of that row is 1000.
+    """
+    rows, lengths = torch.arange(int(LENGTHS.max()) + 1)[:, None], torch.from_numpy(LENGTHS)
+    reward, value = torch.zeros(2, len(rows), len(LENGTHS), dtype=torch.float64)
+    for e, (a, b) in enumerate(pairwise(OFFSETS)):
+        reward[1 : b - a + 1, e] = golden("rewards")[a:b]
+        value[: b - a, e] = golden("rcp_a/values")[a:b]
+        value[b - a :, e] = 1000.0
+    is_first = (rows == 0) | (rows > lengths)
+    is_terminal = (rows >= lengths) & ends
+    obs = torch.zeros(*reward.shape, 2)
+    return TimeStep(obs, torch.zeros_like(reward, dtype=torch.int64), reward, is_first, is_terminal), value
+
+
+def flat(x: Tensor) -> Tensor:
+    return torch.cat([x[:n, e] for e, n in enumerate(LENGTHS)])
+
+
+@pytest.mark.parametrize("critic", ["own", "joint"])
+def test_targets_of_the_critic_are_those_recorded(critic):
+    learner = learner_of(Rcp, critic=critic, source="peak", value_scale=1.0, discount=GAMMA)
+    step, value = whole(ends=torch.ones(14, dtype=torch.bool))
+    t = Trajectory(step, step.prev_action, {}, (), torch.zeros(14))
+    target, valid = learner.judge(t, value)
+    close(flat(target), "rcp_a/td_lambda_target")
+    assert valid.sum(0).tolist() == LENGTHS.tolist() and flat(valid).all()
+    scaled = learner_of(Rcp, critic=critic, source="peak", value_scale=50.0, discount=GAMMA)
+    close(50 * flat(scaled.judge(t, value / 50)[0]), "rcp_a/td_lambda_target")
+
+
+def test_what_lies_beyond_a_time_limit_counts_for_a_critic_of_its_own_alone():
+    ends = torch.arange(14) % 2 == 0
+    step, value = whole(ends)
+    t = Trajectory(step, step.prev_action, {}, (), torch.zeros(14))
+    settings: dict[str, Any] = {"source": "peak", "value_scale": 1.0, "discount": GAMMA}
+    target = learner_of(Rcp, critic="own", **settings).judge(t, value)[0]
+    joint = learner_of(Rcp, critic="joint", **settings).judge(t, value)[0]
+    close(flat(joint), "rcp_a/td_lambda_target")
+    lam = float(GOLDEN["rcp_a/lambda"])
+    for e, n in enumerate(LENGTHS):
+        beyond = 0.0 if ends[e] else GAMMA * 1000.0
+        expected = golden("rcp_a/td_lambda_target")[OFFSETS[e] : OFFSETS[e + 1]].clone()
+        for t_ in range(n):
+            expected[t_] += (GAMMA * lam) ** (n - 1 - t_) * beyond
+        torch.testing.assert_close(target[:n, e], expected, **EXACT)
+
+
+@searching(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 12), st.sampled_from([0.0, 0.5, 0.95, 1.0]))
+def test_lambda_returns_are_the_recursion(seed, length, trace_decay):
+    rng = torch.Generator().manual_seed(seed)
+    shape = (length, 3)
+    reward, value = torch.randn(2, *shape, generator=rng, dtype=torch.float64)
+    valid, alive = torch.rand(2, *shape, generator=rng) < 0.8
+    discount = 0.9 * (valid & alive).double()
+    out = lambda_returns(reward, discount, valid, value, trace_decay)
+    for b in range(3):
+        after = 0.0
+        for t in reversed(range(length)):
+            goes_on = t + 1 < length and bool(valid[t + 1, b])
+            ahead = (1 - trace_decay) * value[t, b] + trace_decay * after if goes_on else value[t, b]
+            after = reward[t, b] + discount[t, b] * ahead
+            if valid[t, b]:
+                assert out[t, b].item() == pytest.approx(float(after), rel=1e-10, abs=1e-10)
+
+
+# -- what the replay says ---------------------------------------------------------------------------------------------
+
+
+def replayed(rewards: np.ndarray, discount: float) -> EpisodeReplay:
+    """The recorded episodes, played in one stream; an observation tells which episode it is of, and where in it."""
+    reward, _ = stored(rewards)
+    episode = np.repeat(np.arange(14), LENGTHS + 1)
+    row = np.concatenate([np.arange(n + 1) for n in LENGTHS])
+    count = len(reward) + 1  # and the row that begins another
+    step = TimeStep(
+        obs=torch.zeros(count, 1, 2),
+        prev_action=torch.zeros(count, 1, dtype=torch.int64),
+        reward=torch.zeros(count, 1),
+        is_first=torch.ones(count, 1, dtype=torch.bool),
+        is_terminal=torch.zeros(count, 1, dtype=torch.bool),
+    )
+    step.obs[:-1, 0] = torch.from_numpy(np.stack([episode, row], 1)).float()
+    step.reward[:-1, 0] = torch.from_numpy(reward)
+    step.is_first[:-1, 0] = torch.from_numpy(row == 0)
+    cfg = Udrl(discount=discount, warmup=1, ratio=100.0, batch_size=400, draw="moves", keep="best", capacity=14)
+    replay = cfg.replay(1).build(0, SPEC, CommandAgent(cfg, SPEC, NET, Ff()).initial_state(1))
+    replay.add(Trajectory(step, step.prev_action, {}, (), torch.zeros(1)))
+    return replay
+
+
+@pytest.mark.parametrize(
+    ("rewards", "discount", "name"),
+    [
+        ("rewards", 1.0, "label/return_to_go"),
+        ("rewards", GAMMA, "label/discounted_return_to_go"),
+        ("label/sparse_rewards", 1.0, "label/sparse_return_to_go"),
+    ],
+)
+def test_a_replay_labels_every_move_as_recorded(rewards, discount, name):
+    replay = replayed(GOLDEN[rewards], discount)
+    close(replay.held.earned, "returns")
+    assert replay.held.moves.tolist() == LENGTHS.tolist()
+    if discount == GAMMA:
+        close(replay.held.begun, "rcp_r/initial_returns")
+    seen = set()
+    for _ in range(5):
+        batch = replay.sample()
+        assert batch is not None
+        t = batch.trajectory
+        episode, row = t.step.obs[0].long().numpy().T
+        at = OFFSETS[episode] + row
+        assert t.aux["valid"].all()
+        np.testing.assert_allclose(t.aux["to_go"][0], GOLDEN[name][at], **SINGLE)
+        np.testing.assert_array_equal(t.aux["horizon"][0], GOLDEN["label/horizon"][at])
+        np.testing.assert_allclose(t.aux["earned"][0], GOLDEN["label/episode_return"][at], **SINGLE)
+        np.testing.assert_allclose(t.aux["label"][0], held().label[episode], rtol=1e-5)
+        seen |= set(at.tolist())
+    assert seen == set(range(139))
+
+
+def test_a_replay_tells_where_commands_come_from():
+    batch = replayed(GOLDEN["rewards"], 1.0).sample()
+    assert batch is not None
+    assert set(batch.about) == {"pool", "spread", "noise"}
+    order = GOLDEN["sorted_episode_order"]
+    np.testing.assert_allclose(batch.about["pool"], np.stack([RETURNS[order], LENGTHS[order]], 1), rtol=1e-6)
+
+
+# -- luck at the start ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ridge", [0.01, 1.0, 30.0])
+@pytest.mark.parametrize("episodes", [3, 40])
+def test_what_the_start_promised_is_taken_off_by_a_ridge_regression(episodes, ridge):
+    rng = np.random.default_rng(0)
+    start = rng.normal(3.0, [1.0, 5.0, 0.01, 2.0], (episodes, 4))
+    returns = 7.0 + start @ [1.0, -2.0, 30.0, 0.0] + rng.normal(size=episodes)
+    x = (start - start.mean(0)) / start.std(0)
+    rows = np.concatenate([x, np.sqrt(ridge) * np.eye(4)])
+    slope = np.linalg.lstsq(rows, np.concatenate([returns - returns.mean(), np.zeros(4)]), rcond=None)[0]
+    np.testing.assert_allclose(less_start(returns, start, ridge), returns - x @ slope, rtol=1e-9, atol=1e-9)
+
+
+def test_a_return_that_is_all_luck_leaves_its_mean_and_no_luck_leaves_it_as_it_is():
+    rng = np.random.default_rng(0)
+    start = rng.normal(size=(500, 3))
+    lucky = 2.0 + start @ [4.0, 0.0, -1.0]
+    assert less_start(lucky, start).std() < 0.01 * lucky.std()
+    assert less_start(lucky, start).mean() == pytest.approx(lucky.mean())
+    same = np.ones((500, 3)) * [0.1, 0.0, -7.0]  # every episode begins alike
+    np.testing.assert_allclose(less_start(lucky, same), lucky, atol=1e-6)

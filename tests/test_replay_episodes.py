@@ -1,0 +1,1042 @@
+"""Whole episodes, against a list of them: who is kept, what is drawn, and what a learner says of them."""
+
+import io
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as searching
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bestiary import tree
+from bestiary.errors import UserError
+from bestiary.ops.commands import Aim, aim, less_start
+from bestiary.replay import episodes as module
+from bestiary.replay.episodes import EpisodeReplay, Episodes, Held, Survey
+from bestiary.replay.ring import ROW_BYTES
+from bestiary.types import Batch, Spec, TimeStep, Trajectory
+
+STREAMS = 3
+SPEC = Spec("script", (2,), torch.float32, 4, horizon=50)
+PICTURES = Spec("Any", (1, 84, 84), torch.uint8, 18, horizon=1_000)
+COMMAND = (torch.zeros(1, 2), torch.ones(1))  # what an agent carries besides its memory
+MEMORY = (*COMMAND, torch.zeros(1, 5))
+
+
+class Script:
+    """What all streams would play. Observations tell stream and row; rewards are eighths, so that sums are exact."""
+
+    def __init__(self, rows: int, density: float = 0.15, streams: int = STREAMS, seed: int = 0) -> None:
+        rng = torch.Generator().manual_seed(seed)
+        self.streams, self.length = streams, rows
+        self.is_first = torch.rand(rows, streams, generator=rng) < density
+        self.is_first[0] = True
+        last = torch.cat([self.is_first[1:], torch.zeros(1, streams, dtype=torch.bool)])
+        self.is_terminal = last & (torch.rand(rows, streams, generator=rng) < 0.6)  # else it ran out of time
+        self.reward = torch.randint(-16, 17, (rows, streams), generator=rng) / 8
+        self.reward[self.is_first] = 0
+
+    @staticmethod
+    def of(lengths: list[int], rewards: list[float] | None = None) -> "Script":
+        """One stream that plays episodes of so many moves, each of which earns this much with its last one."""
+        script = Script(sum(lengths) + len(lengths) + 1, 0.0, 1)
+        script.reward[:] = 0
+        at = 0
+        for n, earned in zip(lengths, rewards or [0.0] * len(lengths), strict=True):
+            script.reward[at + n] = earned
+            at += n + 1
+            script.is_first[at] = True
+        return script
+
+    def at(self, row: Tensor, stream: Tensor) -> tuple[TimeStep, Tensor]:
+        stream = stream.expand_as(row)
+        number = 10_000 * stream + row + 1  # never 0
+        step = TimeStep(
+            obs=torch.stack([stream, row], -1).float(),
+            prev_action=number + 1,
+            reward=self.reward[row, stream],
+            is_first=self.is_first[row, stream],
+            is_terminal=self.is_terminal[row, stream],
+        )
+        return step, number + 2
+
+    def trajectory(self, start: int, unroll: int) -> Trajectory:
+        """Its version tells with which row it began."""
+        stream = torch.arange(self.streams)
+        rows = torch.arange(start, start + unroll + 1)[:, None].expand(-1, self.streams)
+        return Trajectory(*self.at(rows, stream), {}, (), start + 0 * stream)
+
+    def trajectories(self, unrolls: tuple[int, ...] = (5,)) -> Iterator[Trajectory]:
+        start, number = 0, 0
+        while start + unrolls[number % len(unrolls)] < self.length:
+            yield self.trajectory(start, unrolls[number % len(unrolls)])
+            start += unrolls[number % len(unrolls)]
+            number += 1
+
+
+class Played(NamedTuple):
+    """An episode as one would write it down."""
+
+    stream: int
+    start: int
+    rewards: list[float]
+    cut: bool
+
+    @property
+    def moves(self) -> int:
+        return len(self.rewards)
+
+    def to_go(self, move: int, discount: float) -> float:
+        return sum(discount**k * reward for k, reward in enumerate(self.rewards[move:]))
+
+
+class Naive:
+    """A list of episodes in order of arrival."""
+
+    def __init__(self, cfg: Episodes) -> None:
+        self.cfg = cfg
+        self.kept: list[Played] = []
+        self.arrived = self.moves = 0
+
+    def add(self, script: Script, start: int, unroll: int) -> int:
+        """Returns how many episodes have ended in these rows."""
+        ended = 0
+        for stream in range(script.streams):
+            for row in range(start + 1, start + unroll + 1):
+                if not script.is_first[row, stream]:
+                    self.moves += 1
+                    continue
+                begun = row - 1
+                while not script.is_first[begun, stream]:
+                    begun -= 1
+                rewards = script.reward[begun + 1 : row, stream].tolist()
+                if rewards:  # a single row is no episode
+                    self.kept.append(Played(stream, begun, rewards, not script.is_terminal[row - 1, stream]))
+                    self.arrived += 1
+                    ended += 1
+        if ended:
+            self.choose()
+        return ended
+
+    def choose(self) -> None:
+        order = list(reversed(range(len(self.kept))))
+        if self.cfg.keep == "best":  # sorting leaves equals in order
+            order.sort(key=lambda n: self.merit(self.kept[n]), reverse=True)
+        stays, moves = [], 0
+        for n in order[: self.cfg.capacity]:
+            moves += self.kept[n].moves
+            if stays and self.cfg.moves is not None and moves > self.cfg.moves:
+                break
+            stays.append(n)
+        self.kept = [self.kept[n] for n in sorted(stays)]
+
+    def merit(self, episode: Played) -> float:
+        return sum(episode.rewards) - self.cfg.cut_penalty * episode.cut
+
+    def labels(self) -> list[float]:
+        merit = np.array([self.merit(e) for e in self.kept])
+        return ((merit - merit.mean()) / max(merit.std(), 1e-6)).tolist()
+
+
+def mean_return(held: Held, said: np.ndarray) -> Aim:
+    return aim(np.array([held.earned.mean()]))
+
+
+def settings(**changes: Any) -> Episodes:
+    base: dict[str, Any] = {
+        "streams": STREAMS,
+        "batch_size": 24,
+        "capacity": 20,
+        "moves": None,
+        "keep": "recent",
+        "best": 5,
+        "latest": 5,
+        "best_share": 0.5,
+        "draw": "episodes",
+        "window": 1,
+        "burn_in": 0,
+        "ratio": 100.0,
+        "per": "move",
+        "warmup": 1,
+        "discount": 0.9,
+        "adjust": False,
+        "cut_penalty": 0.0,
+        "aim": mean_return,
+    }
+    return Episodes(**(base | changes))
+
+
+def build(cfg: Episodes, seed: int = 0, state: tuple[Tensor, ...] = MEMORY) -> EpisodeReplay:
+    return cfg.build(seed, SPEC, state)
+
+
+def fill(replay: EpisodeReplay, script: Script, unrolls: tuple[int, ...] = (5,)) -> EpisodeReplay:
+    for trajectory in script.trajectories(unrolls):
+        replay.add(trajectory)
+    return replay
+
+
+def draw(replay: EpisodeReplay) -> Batch:
+    batch = replay.sample()
+    assert batch is not None
+    return batch
+
+
+def places(batch: Batch, script: Script, burn_in: int) -> list[tuple[int, int, int]]:
+    """(stream, row where the episode begins, move with which the window begins) of every column."""
+    t = batch.trajectory
+    found = []
+    for b in range(t.action.shape[1]):
+        inside = int(t.aux["valid"][:, b].nonzero()[0])
+        stream, row = t.step.obs[burn_in + inside, b].long().tolist()
+        begun = row
+        while not script.is_first[begun, stream]:
+            begun -= 1
+        found.append((stream, begun, row - begun - inside))
+    return found
+
+
+def check(batch: Batch, script: Script, cfg: Episodes, naive: Naive, unrolls: tuple[int, ...] = (5,)) -> None:
+    """Every row of a batch, and all that is said of it, against what was played."""
+    t, aux = batch.trajectory, batch.trajectory.aux
+    rows, columns = t.action.shape
+    window = rows - cfg.burn_in
+    starts = np.cumsum([0, *(unrolls * script.length)])  # rows with which trajectories began
+    kept = {(e.stream, e.start): (e, label) for e, label in zip(naive.kept, naive.labels(), strict=True)}
+    for b, (stream, begun, start) in zip(range(columns), places(batch, script, cfg.burn_in), strict=True):
+        episode, label = kept[stream, begun]
+        offset = torch.arange(rows) + start - cfg.burn_in
+        inside = offset.clamp(0, episode.moves)
+        step, action = script.at(begun + inside, torch.tensor(stream))
+        step = step._replace(is_first=step.is_first | (offset != inside))
+        for mine, theirs in zip((*t.step, t.action), (*step, action), strict=True):
+            assert torch.equal(mine[:, b], theirs)
+        first = begun + int(inside[0])
+        assert t.version[b] == starts[starts <= first].max()
+        moves = range(start, start + window)
+        valid = [0 <= move < episode.moves for move in moves]
+        assert aux["valid"][:, b].tolist() == valid
+        ahead = [episode.to_go(move, cfg.discount) for move, real in zip(moves, valid, strict=True) if real]
+        assert aux["to_go"][aux["valid"][:, b], b].tolist() == pytest.approx(ahead, rel=1e-6)
+        left = [episode.moves - move for move, real in zip(moves, valid, strict=True) if real]
+        assert aux["horizon"][aux["valid"][:, b], b].tolist() == left
+        assert aux["earned"][:, b].tolist() == [sum(episode.rewards)] * window
+        assert aux["label"][:, b].tolist() == pytest.approx([label] * window, rel=1e-5, abs=1e-6)
+    assert set(aux) - {"target", "advantage"} == {"valid", "to_go", "horizon", "earned", "label"}
+    assert all(x.shape == (window, columns) for x in aux.values())
+    assert t.state == () and t.version.shape == (columns,)
+
+
+def assert_same(replay: EpisodeReplay, naive: Naive) -> None:
+    held, kept = replay.held, naive.kept
+    assert held.moves.tolist() == [e.moves for e in kept]
+    assert held.earned.tolist() == [sum(e.rewards) for e in kept]
+    assert held.begun.tolist() == pytest.approx([e.to_go(0, naive.cfg.discount) for e in kept], rel=1e-9)
+    assert held.cut.tolist() == [e.cut for e in kept] and held.cut.dtype == bool
+    assert held.merit.tolist() == [naive.merit(e) for e in kept]
+    where = replay.rows[0].obs[held.first].long().tolist() if len(kept) else []
+    assert where == [[e.stream, e.start] for e in kept]
+    assert (np.diff(held.number) > 0).all() and replay.arrived == naive.arrived
+    assert len(set(held.number)) == len(kept)
+
+
+# -- who is kept -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("capacity", "moves", "unrolls"),
+    [
+        (20, None, (5,)),
+        (3, None, (1,)),
+        (1, None, (2, 9, 1, 4)),
+        (1000, 40, (2, 9, 1, 4)),
+        (6, 25, (40,)),
+        (4, 1, (5,)),
+    ],
+)
+@pytest.mark.parametrize(("keep", "penalty"), [("best", 0.0), ("best", 0.5), ("recent", 0.5), ("mixture", 0.0)])
+def test_the_episodes_held_are_those_of_a_list(keep, penalty, capacity, moves, unrolls):
+    cfg = settings(keep=keep, capacity=capacity, moves=moves, cut_penalty=penalty)
+    for seed, density in ((0, 0.15), (1, 0.6)):
+        script, replay, naive = Script(91, density, seed=seed), build(cfg), Naive(cfg)
+        for t in script.trajectories(unrolls):
+            replay.add(t)
+            naive.add(script, int(t.version[0]), len(t.action) - 1)
+            assert_same(replay, naive)
+            assert len(naive.kept) <= capacity
+        assert naive.arrived > min(capacity, 20)
+        told = replay.metrics()
+        assert told["replay_episodes"] == len(naive.kept)
+        assert told["replay_rows"] == sum(e.moves + 1 for e in naive.kept)
+        assert told["replay_return"] == pytest.approx(np.mean([sum(e.rewards) for e in naive.kept]))
+        assert told["replay_length"] == pytest.approx(np.mean([e.moves for e in naive.kept]))
+
+
+@searching(max_examples=15, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from(["best", "recent", "mixture"]),
+    st.floats(0.05, 0.9),
+    st.lists(st.integers(1, 12), min_size=1, max_size=4),
+    st.integers(1, 12),
+    st.none() | st.integers(1, 60),
+    st.sampled_from([(1, 0), (4, 0), (4, 3), (None, 0), (None, 2), (11, 2)]),
+)
+def test_any_stream_is_kept_and_drawn_as_from_a_list(seed, keep, density, unrolls, capacity, moves, shape):
+    window, burn_in = shape
+    cfg = settings(keep=keep, capacity=capacity, moves=moves, window=window, burn_in=burn_in)
+    script, replay, naive = Script(41, density, streams=2, seed=seed), build(replace(cfg, streams=2)), Naive(cfg)
+    for number, t in enumerate(script.trajectories(tuple(unrolls))):
+        replay.add(t)
+        naive.add(script, int(t.version[0]), len(t.action) - 1)
+        assert_same(replay, naive)
+        batch = replay.sample()
+        assert (batch is None) == (not naive.kept)
+        if batch is not None and number % 3 == 0:
+            check(batch, script, cfg, naive, tuple(unrolls))
+
+
+def test_an_episode_of_one_row_is_none():
+    script, cfg = Script.of([2, 0, 0, 3]), settings(streams=1, per="episode", warmup=3)
+    replay = fill(build(cfg), script, (1,))
+    assert replay.held.moves.tolist() == [2, 3]
+    assert replay.arrived == replay.meter.moves == 2
+    assert replay.sample() is None  # rows alone do not end the warm-up
+
+
+def test_of_equals_the_later_stays():
+    script, cfg = Script.of([1, 2, 3, 4], [1.0, 5.0, 5.0, 0.0]), settings(streams=1, keep="best", capacity=1)
+    assert fill(build(cfg), script, (1,)).held.moves.tolist() == [3]
+
+
+def test_one_episode_stays_even_if_it_is_longer_than_all_moves_together_may_be():
+    for keep in ("best", "recent"):
+        cfg = settings(streams=1, keep=keep, moves=4)
+        replay = fill(build(cfg), Script.of([2, 9], [0.0, 1.0]), (1,))
+        assert replay.held.moves.tolist() == [9]
+
+
+def test_the_first_that_does_not_fit_goes_with_all_after_it():
+    """A short one that would still fit would be kept only for being short."""
+    cfg = settings(streams=1, keep="recent", moves=6)
+    assert fill(build(cfg), Script.of([1, 5, 3]), (1,)).held.moves.tolist() == [3]
+
+
+def test_after_an_interruption_what_was_under_way_is_forgotten():
+    """Where a stream begins anew without its episode having ended, no episode is made of two halves."""
+    script, replay = Script(40, 0.0), build(settings())
+    replay.add(script.trajectory(0, 6))
+    again = Script(40, 0.0, seed=1)
+    again.is_first[9] = True
+    replay.add(again.trajectory(0, 12))
+    assert replay.held.moves.tolist() == [8] * STREAMS
+    assert replay.held.earned.tolist() == again.reward[1:9].sum(0).tolist()
+
+
+def test_the_part_before_a_first_row_was_seen_is_no_episode():
+    script, replay = Script(40, 0.0), build(settings())
+    script.is_first[10] = script.is_first[15] = True
+    replay.add(script.trajectory(5, 20))
+    assert replay.held.moves.tolist() == [4] * STREAMS
+
+
+def test_an_episode_that_was_cut_short_ranks_lower_by_the_penalty():
+    script = Script.of([1, 2, 3], [5.0, 6.0, 5.5])
+    script.is_terminal[[1, 8]] = True  # the first and the last came to their end
+    for penalty, kept in ((0.0, 2), (0.75, 3)):
+        cfg = settings(streams=1, keep="best", capacity=1, cut_penalty=penalty)
+        replay = fill(build(cfg), script, (1,))
+        assert replay.held.moves.tolist() == [kept]
+        assert replay.held.earned.tolist() == [{2: 6.0, 3: 5.5}[kept]]  # what it earned is what it earned
+
+
+@pytest.mark.parametrize("keep", ["best", "recent"])
+def test_merit_may_be_what_was_earned_beyond_what_the_start_promised(keep):
+    """Against a list of (start, return) that is fitted anew after every episode."""
+    cfg = settings(streams=1, adjust=True, keep=keep, capacity=8, cut_penalty=2.0)
+    rng = np.random.default_rng(0)
+    replay, kept, differs = build(cfg), [], False
+    for number in range(40):
+        start = rng.integers(0, 9, 2).astype(float)
+        earned = float(start @ [3.0, -1.0] + rng.integers(0, 9))
+        t = Script.of([2], [earned]).trajectory(0, 3)
+        t.step.obs[0, 0] = torch.from_numpy(start)
+        t.step.is_terminal[2] = number % 2 == 0
+        replay.add(t)
+        kept.append((number, start, earned - 2.0 * (number % 2)))
+        merit = np.array([e for _, _, e in kept])
+        if len(kept) > 2:  # more than there are slopes
+            merit = less_start(merit, np.stack([s for _, s, _ in kept]))
+        order = sorted(range(len(kept)), key=lambda n: (merit[n] if keep == "best" else 0, n), reverse=True)
+        stays = sorted(order[:8])
+        differs |= set(stays) != set(sorted(range(len(kept)), key=lambda n: kept[n][2], reverse=True)[:8])
+        kept, merit = [kept[n] for n in stays], merit[stays]
+        assert replay.held.number.tolist() == [n for n, _, _ in kept]
+        np.testing.assert_allclose(replay.held.merit, merit, rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(replay.held.label, (merit - merit.mean()) / max(merit.std(), 1e-6), atol=1e-6)
+        np.testing.assert_array_equal(replay.begins, np.stack([s for _, s, _ in kept]))
+    assert differs  # from what returns alone would keep
+
+
+# -- what is drawn ---------------------------------------------------------------------------------------------------
+
+SHAPES = [(1, 0), (1, 2), (4, 0), (4, 3), (12, 0), (12, 5), (None, 0), (None, 3)]
+KEEPS = ["best", "recent", "mixture"]
+
+
+@pytest.mark.parametrize(("window", "burn_in", "keep"), [(*shape, KEEPS[n % 3]) for n, shape in enumerate(SHAPES)])
+def test_windows_are_rows_as_they_were_played_through_many_removals(window, burn_in, keep):
+    """Room for 1024 rows is written over several times: whatever moves, every window stays what it was."""
+    cfg = settings(keep=keep, window=window, burn_in=burn_in, capacity=25)
+    script, replay, naive = Script(1_501, 0.12), build(cfg), Naive(cfg)
+    sizes = set()
+    for number, t in enumerate(script.trajectories((20, 7))):
+        replay.add(t)
+        naive.add(script, int(t.version[0]), len(t.action) - 1)
+        if replay.held.number.size:
+            batch = draw(replay)
+            if number % 8 == 0:
+                check(batch, script, cfg, naive, (20, 7))
+        sizes.add(0 if replay.rows is None else len(replay.rows[1]))
+    assert replay.arrived > 400 and replay.used < 1_024
+    assert max(sizes) == 1_024
+
+
+def test_there_is_more_room_where_more_is_held():
+    cfg = settings(capacity=10_000, window=4)
+    script, naive = Script(1_501, 0.12), Naive(cfg)
+    replay = build(cfg)
+    for t in script.trajectories((50,)):
+        replay.add(t)
+        naive.add(script, int(t.version[0]), 50)
+    assert_same(replay, naive)
+    for _ in range(5):
+        check(draw(replay), script, cfg, naive, (50,))
+    assert 4_000 < replay.used <= len(replay.rows[1]) < 4 * 4_500
+    row = 8 + 8 + 4 + 1 + 1 + 8 + 8  # observation, previous action, reward, two flags, action, version
+    assert replay.bytes == replay.used * row
+
+
+def test_what_was_drawn_does_not_change_when_more_is_played():
+    script, cfg = Script(1_201), settings(capacity=10, window=4)
+    replay = build(cfg)
+    parts = list(script.trajectories((20,)))
+    for t in parts[:10]:
+        replay.add(t)
+    batch = draw(replay)
+    before = as_bits(batch)
+    for t in parts[10:]:
+        replay.add(t)
+    assert as_bits(batch) == before
+
+
+def as_bits(batch: Batch | None) -> Any:
+    if batch is None:
+        return None
+    found: list[Any] = []
+    tree.map(lambda x: found.append((str(x.dtype), x.tolist())), (batch.trajectory, batch.keys, batch.about))
+    return found
+
+
+def test_batches_hold_as_many_moves_as_asked_for():
+    script = Script(401)
+    for window, columns in ((1, 64), (4, 16), (64, 1), (33, 1)):
+        replay = fill(build(settings(window=window, batch_size=64)), script)
+        assert draw(replay).trajectory.action.shape == (window, columns)
+    replay = fill(build(settings(window=None, batch_size=64)), script)
+    moves = [int(draw(replay).trajectory.aux["valid"].sum()) for _ in range(100)]
+    assert np.mean(moves) == pytest.approx(64, rel=0.15)
+
+
+@pytest.mark.parametrize(("state", "window"), [(COMMAND, 1), (MEMORY, None)])
+def test_whole_episodes_are_shown_where_something_is_remembered(state, window):
+    replay = build(settings(window=None), state=state)
+    assert replay.window == window
+    frames = (*COMMAND, torch.zeros(1, 3, 1, 9, 9, dtype=torch.uint8))  # earlier pictures are not a memory
+    assert build(settings(window=None), state=frames).window == 1
+    assert build(settings(window=7), state=state).window == 7
+
+
+def test_draws_come_from_the_seed():
+    bits = []
+    for seed in (0, 0, 1):
+        replay = fill(build(settings(window=4), seed), Script(101))
+        bits.append([as_bits(draw(replay)) for _ in range(3)])
+    assert bits[0] == bits[1] != bits[2]
+    assert bits[0][0] != bits[0][1]
+
+
+# -- how often -------------------------------------------------------------------------------------------------------
+
+
+def chance(counts: Counter, expected: dict[Any, float]) -> float:
+    """Of a Pearson statistic at least as large as this one."""
+    n, total = sum(counts.values()), sum(expected.values())
+    assert set(counts) <= {key for key, weight in expected.items() if weight}
+    shares = {key: n * weight / total for key, weight in expected.items() if weight}
+    assert min(shares.values()) > 4
+    statistic = sum((counts[key] - share) ** 2 / share for key, share in shares.items())
+    half = torch.tensor([len(shares) - 1, statistic], dtype=torch.float64) / 2
+    return torch.special.gammaincc(*half).item()
+
+
+LENGTHS = [1, 2, 3, 5, 8, 13]
+EVERY = {(n, move): 1.0 for n, length in enumerate(LENGTHS) for move in range(length)}
+
+
+def shown(cfg: Episodes, windows: int, rewards: list[float] | None = None) -> tuple[Counter, Counter]:
+    """Of so many windows in one batch: how often each episode was drawn, and each (episode, move) shown."""
+    lengths = LENGTHS if rewards is None else [2] * len(rewards)
+    script = Script.of(lengths, rewards)
+    cfg = replace(cfg, streams=1, ratio=1e6, batch_size=round(windows * (cfg.window or np.mean(lengths))))
+    t = draw(fill(build(cfg, seed=5), script, (1,))).trajectory
+    valid, row = t.aux["valid"].numpy(), t.step.obs[..., 1].long().numpy()
+    number = script.is_first[:, 0].cumsum(0).numpy() - 1
+    begins = script.is_first[:, 0].nonzero().flatten().numpy()
+    assert valid.any(0).all() and valid.shape[1] == windows
+    column = np.arange(windows)
+    episodes = Counter(number[row[valid.argmax(0), column]].tolist())
+    episode = number[row[valid]]
+    return episodes, Counter(zip(episode.tolist(), (row[valid] - begins[episode]).tolist(), strict=True))
+
+
+def test_episodes_are_drawn_alike_or_by_their_moves():
+    """Too even would be wrong as well."""
+    by_episode, _ = shown(settings(), 4_000)
+    by_move, moves = shown(settings(draw="moves"), 4_000)
+    alike, long = dict.fromkeys(range(6), 1.0), {n: float(moves) for n, moves in enumerate(LENGTHS)}
+    assert 1e-3 < chance(by_episode, alike) < 1 - 1e-3
+    assert 1e-3 < chance(by_move, long) < 1 - 1e-3
+    assert chance(by_episode, long) < 1e-6 and chance(by_move, alike) < 1e-6  # it would be noticed
+    assert 1e-3 < chance(moves, EVERY) < 1 - 1e-3
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 20])
+def test_every_move_of_an_episode_is_as_likely_as_any_other(window):
+    """Windows that begin before an episode or end after it make up for those inside."""
+    episodes, moves = shown(settings(window=window), 30_000)
+    for n, length in enumerate(LENGTHS):
+        counts = np.array([moves[n, move] for move in range(length)])
+        assert abs(counts - counts.mean()).max() < 5 * np.sqrt(counts.mean())
+        assert counts.mean() == pytest.approx(episodes[n] * window / (length + window - 1), rel=0.05)
+
+
+@pytest.mark.parametrize("keep", ["recent", "mixture"])
+@pytest.mark.parametrize("window", [1, 4, 20, None])
+def test_drawn_by_moves_every_move_of_all_is_as_likely_as_any_other(window, keep):
+    _, moves = shown(settings(window=window, draw="moves", keep=keep, best=9, latest=9), 30_000)
+    counts = np.array([moves[key] for key in EVERY])
+    assert abs(counts - counts.mean()).max() < 5 * np.sqrt(counts.mean())
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_a_mixture_draws_its_share_from_the_best_and_the_rest_from_the_latest(share):
+    rewards = [9.0, 1.0, 8.0, 2.0, 7.0, 3.0, 6.0, 4.0]  # the best three: 0, 2, 4; the latest two: 6, 7
+    cfg = settings(keep="mixture", best=3, latest=2, best_share=share)
+    counts, _ = shown(cfg, 3_000, rewards)
+    expected = dict.fromkeys((0, 2, 4), share / 3) | dict.fromkeys((6, 7), (1 - share) / 2)
+    assert 1e-3 < chance(counts, expected) < 1 - 1e-3
+
+
+def test_an_episode_may_be_among_the_best_and_the_latest():
+    cfg = settings(keep="mixture", best=2, latest=2, best_share=0.5)
+    counts, _ = shown(cfg, 3_000, [5.0, 1.0, 2.0, 9.0])
+    assert 1e-3 < chance(counts, {0: 0.25, 2: 0.25, 3: 0.5}) < 1 - 1e-3
+    few, _ = shown(replace(cfg, best=100, latest=100), 2_000, [5.0, 1.0, 2.0, 9.0])  # fewer than are asked for
+    assert 1e-3 < chance(few, dict.fromkeys(range(4), 1.0)) < 1 - 1e-3
+
+
+# -- at its ratio ----------------------------------------------------------------------------------------------------
+
+
+def drain(replay: EpisodeReplay, most: int = 100_000) -> int:
+    count = 0
+    while count < most and replay.sample() is not None:
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize("per", ["move", "episode"])
+@pytest.mark.parametrize("ratio", [0.05, 0.25, 1.0, 2.5])
+def test_updates_keep_their_ratio_to_moves_or_episodes(ratio, per):
+    script = Script(201)
+    cfg = settings(ratio=ratio, per=per, warmup=4, batch_size=1)
+    replay, naive, given_out = build(cfg), Naive(cfg), 0
+    for t in script.trajectories():
+        replay.add(t)
+        naive.add(script, int(t.version[0]), 5)
+        given_out += drain(replay)
+        played = naive.moves if per == "move" else naive.arrived
+        assert replay.meter.moves == played
+        if naive.arrived < 4:
+            assert given_out == 0
+        else:
+            assert 0 <= ratio * played - given_out < 1
+    assert given_out > 2
+    assert replay.metrics()["updates_per_step"] == pytest.approx(ratio, abs=1 / played)
+
+
+def test_warm_up_counts_episodes_whether_they_stay_or_not():
+    cfg = settings(streams=1, warmup=4, capacity=1, ratio=1.0)
+    script, replay, drawn = Script.of([3, 3, 3, 3, 3]), build(cfg), []
+    for t in script.trajectories((4,)):  # an episode each
+        replay.add(t)
+        drawn.append(drain(replay))
+    assert drawn == [0, 0, 0, 12, 3]
+
+
+@pytest.mark.parametrize("per", ["move", "episode"])
+@pytest.mark.parametrize("ratio", [0.05, 0.3, 2.0])
+@pytest.mark.parametrize("survey", [None, Survey(2), Survey(3, whole=False)])
+def test_nobody_waits_for_something_that_cannot_be_drawn(survey, ratio, per):
+    """While producers are held back, there is always something to learn from; and after it they go on."""
+    cfg = settings(ratio=ratio, per=per, warmup=6, survey=survey, capacity=5)
+    replay, waited = build(cfg), 0
+    for t in Script(101).trajectories():
+        for _ in range(10_000):
+            if not replay.full:
+                break
+            judge(replay, draw(replay))
+            waited += 1
+        assert not replay.full
+        replay.add(t)
+    assert waited > 0
+
+
+# -- what a learner says of moves --------------------------------------------------------------------------------------
+
+
+def opinion(number: int, move: Any) -> Any:
+    """What is said of a move: something that tells which one it is."""
+    return (37 * number + 11 * move) % 23 - 8.0
+
+
+def judge(replay: EpisodeReplay, batch: Batch) -> list[int] | None:
+    """Say something of every move of a survey that wants to hear it; whose moves it was, or None: it was a sample."""
+    if "survey" not in batch.about:
+        return None
+    assert batch.keys is not None
+    numbers = batch.keys.tolist()
+    rows, columns = batch.trajectory.action.shape
+    said = torch.zeros(2, rows - 1, columns)
+    for b, number in enumerate(numbers):
+        raw = opinion(number, np.arange(rows - 1))
+        said[:, :, b] = torch.from_numpy(np.stack([100 + raw, raw])).float()
+    assert replay.cfg.survey is not None
+    if replay.cfg.survey.whole:
+        replay.update(batch.keys, said)
+    return numbers
+
+
+def expected_labels(replay: EpisodeReplay) -> dict[tuple[int, int], float]:
+    """(episode, move) -> label, in deviations of all that was judged."""
+    held = replay.held[np.isin(replay.held.number, replay.judged)]
+    raw = {
+        (int(n), t): opinion(int(n), t) for n, moves in zip(held.number, held.moves, strict=True) for t in range(moves)
+    }
+    mean, std = np.mean(list(raw.values())), np.std(list(raw.values()))
+    assert replay.cfg.survey is not None
+    clip = replay.cfg.survey.clip
+    return {key: float(np.clip((x - mean) / std, -clip, clip)) for key, x in raw.items()}
+
+
+def said_of(replay: EpisodeReplay) -> dict[tuple[int, int], tuple[float, float]]:
+    held = replay.held[np.isin(replay.held.number, replay.judged)]
+    return {
+        (int(n), t): tuple(replay.said[first + t].tolist())
+        for n, first, moves in zip(held.number, held.first, held.moves, strict=True)
+        for t in range(moves)
+    }
+
+
+def numbers_by_start(replay: EpisodeReplay) -> dict[tuple[int, int], int]:
+    """(stream, row) with which an episode began -> its number."""
+    where = replay.rows[0].obs[replay.held.first].long().tolist()
+    return {(stream, row): n for (stream, row), n in zip(where, replay.held.number.tolist(), strict=True)}
+
+
+def assert_said(replay: EpisodeReplay) -> None:
+    """Targets as they were given, labels in standard deviations, each with its move."""
+    found, labels = said_of(replay), expected_labels(replay)
+    assert found.keys() == labels.keys()
+    for key, (target, label) in found.items():
+        assert target == 100 + opinion(*key)
+        assert label == pytest.approx(labels[key], rel=0.02, abs=0.01)  # deviations of a sample or of all: no matter
+
+
+def survey_all(replay: EpisodeReplay) -> tuple[list[list[int]], Batch]:
+    """The parts of a survey, each answered, and the first sample after them."""
+    parts = []
+    while True:
+        batch = draw(replay)
+        numbers = judge(replay, batch)
+        if numbers is None:
+            return parts, batch
+        parts.append(numbers)
+
+
+@pytest.mark.parametrize("surveyed", [1, 60, 200, 100_000])
+def test_a_survey_shows_every_episode_once_whole_and_in_parts_that_fit(surveyed, monkeypatch):
+    monkeypatch.setattr(module, "SURVEYED", surveyed)
+    script, cfg = Script(301), settings(survey=Survey(3), capacity=30)
+    replay, naive = build(cfg), Naive(cfg)
+    for t in script.trajectories():
+        replay.add(t)
+        naive.add(script, int(t.version[0]), 5)
+    numbers: list[int] = []
+    parts = 0
+    while True:
+        batch = draw(replay)
+        if "survey" not in batch.about:
+            break
+        t = batch.trajectory
+        parts += 1
+        assert batch.keys is not None
+        numbers += batch.keys.tolist()
+        assert t.action.numel() <= max(surveyed, len(t.action))  # or it is a single episode
+        for b, key in enumerate(batch.keys.tolist()):
+            episode = naive.kept[replay.held.number.tolist().index(key)]
+            inside = torch.arange(len(t.action)).clamp(max=episode.moves)
+            step, action = script.at(episode.start + inside, torch.tensor(episode.stream))
+            step.is_first[episode.moves + 1 :] = True
+            for mine, theirs in zip((*t.step, t.action), (*step, action), strict=True):
+                assert torch.equal(mine[:, b], theirs)
+        assert len(t.action) == max(naive.kept[replay.held.number.tolist().index(k)].moves for k in batch.keys) + 1
+        judge(replay, batch)
+    assert sorted(numbers) == replay.held.number.tolist()
+    assert (parts == 30, parts == 1) == (surveyed == 1, surveyed == 100_000)
+    assert_said(replay)
+
+
+def test_surveys_come_every_so_many_updates_and_are_none_themselves():
+    replay = fill(build(settings(survey=Survey(4), ratio=0.05)), Script(301))
+    kinds = ""
+    while (batch := replay.sample()) is not None:
+        kinds += "s" if judge(replay, batch) is not None else "u"
+    assert kinds.startswith("suuuusuuuus")
+    assert kinds.count("u") == replay.meter.batches == int(0.05 * replay.meter.moves)
+
+
+def test_what_was_said_comes_with_the_moves_it_was_said_of(monkeypatch):
+    monkeypatch.setattr(module, "SURVEYED", 80)
+    script, cfg = Script(1_201), settings(survey=Survey(5), capacity=15, window=4, burn_in=2, ratio=0.05)
+    replay, seen, surveys, moved = build(cfg), 0, 0, 0
+    for t in script.trajectories((10,)):
+        used = replay.used
+        replay.add(t)
+        moved += replay.used < used
+        while (batch := replay.sample()) is not None:
+            if judge(replay, batch) is not None:
+                surveys += 1
+                if not replay.waiting:
+                    assert_said(replay)
+                    labels = expected_labels(replay)
+                continue
+            t = batch.trajectory
+            numbers = numbers_by_start(replay)
+            for b, (stream, begun, start) in enumerate(places(batch, script, 2)[:3]):
+                key = numbers[stream, begun]
+                assert key in replay.judged
+                for k in t.aux["valid"][:, b].nonzero().flatten().tolist():
+                    assert t.aux["target"][k, b] == 100 + opinion(key, start + k)
+                    assert t.aux["advantage"][k, b].item() == pytest.approx(labels[key, start + k], rel=0.02, abs=0.01)
+                    seen += 1
+    assert seen > 100 and surveys > 10
+    assert moved > 2  # rows have been put together meanwhile
+
+
+def test_labels_are_clipped():
+    replay = fill(build(settings(survey=Survey(3, clip=0.5), capacity=30)), Script(301))
+    survey_all(replay)
+    labels = np.array([label for _, label in said_of(replay).values()])
+    assert abs(labels).max() == 0.5 and (abs(labels) < 0.5).any()
+    assert_said(replay)
+
+
+def test_episodes_of_which_nothing_was_said_are_not_drawn_and_those_gone_are_not_missed():
+    script, cfg = Script(601, seed=2), settings(survey=Survey(1_000), capacity=25)
+    replay, parts = build(cfg), list(script.trajectories((20,)))
+    for t in parts[:10]:
+        replay.add(t)
+    survey_all(replay)
+    old = set(replay.held.number.tolist())
+    for t in parts[10:12]:
+        replay.add(t)
+    fresh = set(replay.held.number.tolist())
+    assert fresh - old and old - fresh and old & fresh
+    assert set(replay.judged.tolist()) == old & fresh
+    numbers = numbers_by_start(replay)
+    drawn = {numbers[s, e] for _ in range(40) for s, e, _ in places(draw(replay), script, 0)}
+    assert drawn == old & fresh
+
+
+def test_commands_come_from_what_was_said_of_the_moves_held():
+    told: list[Any] = []
+
+    def listen(held: Held, said: np.ndarray) -> Aim:
+        told.append((held.number.tolist(), said.copy()))
+        return aim(np.array([said.max() if len(said) else 0.0]))
+
+    replay = fill(build(settings(survey=Survey(50), capacity=25, aim=listen)), Script(301))
+    _, batch = survey_all(replay)
+    numbers, said = told[-1]
+    assert numbers == replay.judged.tolist()
+    assert said.tolist() == [label for _, label in said_of(replay).values()]
+    assert batch.about["pool"].item() == pytest.approx(said.max())
+    draw(replay)
+    assert len(told) == 1  # nothing new
+    replay.add(Script(301, 0.9).trajectory(0, 20))
+    draw(replay)
+    assert len(told) == 2 and set(told[1][0]) < set(numbers)
+
+
+def test_what_is_said_too_late_is_dropped(monkeypatch):
+    """Episodes that make room for others between being shown and being judged, or before they are shown."""
+    monkeypatch.setattr(module, "SURVEYED", 100)
+    script, cfg = Script(601), settings(survey=Survey(1_000), capacity=25)
+    replay, parts = build(cfg), list(script.trajectories((20,)))
+    for t in parts[:12]:
+        replay.add(t)
+    first = draw(replay)
+    waiting = {int(n) for part in replay.waiting for n in part}
+    assert waiting
+    for t in parts[12:14]:
+        replay.add(t)
+    gone = set(first.keys.tolist()) - set(replay.held.number.tolist())  # type: ignore
+    assert gone
+    judge(replay, first)
+    assert set(replay.judged.tolist()) == set(first.keys.tolist()) - gone  # type: ignore
+    shown_later, _ = survey_all(replay)
+    assert {n for part in shown_later for n in part} == waiting & set(replay.held.number.tolist())
+    assert_said(replay)
+
+
+def test_labels_are_standardised_even_if_the_last_part_of_a_survey_is_gone(monkeypatch):
+    monkeypatch.setattr(module, "SURVEYED", 30)
+    lengths = [9, 8, 2, 2, 2]  # the oldest are the longest, so they are shown last
+    script, cfg = Script.of([*lengths, 2, 2, 2]), settings(streams=1, survey=Survey(1_000), capacity=5)
+    replay = build(cfg)
+    rows = sum(lengths) + len(lengths)
+    replay.add(script.trajectory(0, rows))
+    judge(replay, draw(replay))
+    assert replay.waiting and {int(n) for part in replay.waiting for n in part} == {0, 1}
+    replay.add(script.trajectory(rows, 6))
+    assert replay.held.number.tolist() == [2, 3, 4, 5, 6]
+    batch = draw(replay)
+    assert "survey" not in batch.about
+    assert_said(replay)
+
+
+@pytest.mark.parametrize("window", [1, 4, None])
+def test_if_all_that_was_judged_is_gone_there_is_another_survey(window):
+    """Short episodes come and go faster than a critic looks at them."""
+    script, cfg = Script(601), settings(survey=Survey(1_000), capacity=10, window=window, batch_size=16)
+    replay, parts = build(cfg), list(script.trajectories((40,)))
+    for t in parts[:4]:
+        replay.add(t)
+    survey_all(replay)
+    before = set(replay.judged.tolist())
+    for t in parts[4:10]:
+        replay.add(t)
+    assert before and not before & set(replay.held.number.tolist())
+    shown_now, _ = survey_all(replay)
+    assert {n for part in shown_now for n in part} == set(replay.held.number.tolist())
+
+
+def test_a_single_move_has_no_deviation():
+    replay = fill(build(settings(streams=1, survey=Survey(10), capacity=1)), Script.of([1]), (1,))
+    survey_all(replay)
+    assert list(said_of(replay).values()) == [(100 + opinion(0, 0), 0.0)]
+
+
+def test_a_survey_of_a_few_shows_rests_of_episodes_and_keeps_nothing():
+    script, cfg = Script.of(LENGTHS), settings(streams=1, survey=Survey(1, whole=False, episodes=5))
+    replay = fill(build(cfg), script, (1,))
+    begins = script.is_first[:-1, 0].nonzero().flatten().tolist()
+    counts: Counter = Counter()
+    for _ in range(200):
+        batch = draw(replay)
+        assert set(batch.about) == {"survey"} and batch.keys is not None
+        t = batch.trajectory
+        assert t.action.shape[1] == len(batch.keys) == 5
+        for b, number in enumerate(batch.keys.tolist()):
+            row, end = int(t.step.obs[0, b, 1]), begins[number] + LENGTHS[number]
+            counts[number, row - begins[number]] += 1
+            assert begins[number] <= row < end
+            inside = torch.arange(row, row + len(t.action)).clamp(max=end)
+            step, _ = script.at(inside, torch.tensor(0))
+            step.is_first[end - row + 1 :] = True
+            for mine, theirs in zip(t.step, step, strict=True):
+                assert torch.equal(mine[:, b], theirs)
+        assert len(t.action) - 1 == max(int((~t.step.is_first[1:, b]).sum()) for b in range(5))
+        assert "survey" not in draw(replay).about  # one update, and the next is due
+    assert 1e-3 < chance(counts, EVERY) < 1 - 1e-3
+    assert not len(replay.said) and not len(replay.judged)
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def through_a_file(snapshot: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(snapshot, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+SAVED: dict[str, dict[str, Any]] = {
+    "best": {"keep": "best"},
+    "recent": {"keep": "recent", "draw": "moves", "window": None},
+    "mixture": {"keep": "mixture", "window": 4, "burn_in": 2, "moves": 90},
+    "per episode": {"per": "episode", "ratio": 3.0},
+    "adjusted": {"keep": "best", "adjust": True},
+    "surveyed": {"survey": Survey(3), "window": 4},
+    "surveyed, a few": {"survey": Survey(3, whole=False)},
+}
+
+
+def learn(replay: EpisodeReplay) -> Any:
+    """Draw, and answer if asked."""
+    batch = replay.sample()
+    if batch is not None:
+        judge(replay, batch)
+    return as_bits(batch)
+
+
+@pytest.mark.parametrize("changes", SAVED.values(), ids=SAVED)
+@pytest.mark.parametrize("saved_after", [0, 5, 90])
+def test_a_saved_replay_goes_on_as_if_nothing_had_happened(changes, saved_after, monkeypatch):
+    monkeypatch.setattr(module, "SURVEYED", 60)
+    cfg = settings(**({"ratio": 0.1, "warmup": 3} | changes))
+    parts = list(Script(801).trajectories((7,)))
+    replay = build(cfg)
+    for t in parts[:saved_after]:
+        replay.add(t)
+        for _ in range(2):
+            learn(replay)
+    before = through_a_file(replay.state_dict())
+    restored = build(cfg)
+    restored.load_state_dict(before)
+    drawn = 0
+    for t in parts[saved_after : saved_after + 20]:
+        for _ in range(4):
+            bits = learn(replay)
+            assert bits == learn(restored)
+            drawn += bits is not None
+        for one in (replay, restored):
+            one.add(t)
+        assert replay.full == restored.full and replay.metrics() == restored.metrics()
+        for mine, theirs in zip(replay.held._replace(first=replay.held.number), restored.held, strict=True):
+            assert mine is replay.held.number or mine.tolist() == theirs.tolist()
+    assert drawn > 10
+    fresh = build(cfg)  # what was loaded has not changed what it was loaded from
+    fresh.load_state_dict(before)
+    assert as_bits_of(fresh.state_dict()) == as_bits_of(before)
+
+
+def as_bits_of(state: Any) -> Any:
+    return tree.map(lambda x: x.tolist() if isinstance(x, Tensor) else x, state)
+
+
+def test_a_survey_that_was_broken_off_goes_on(monkeypatch):
+    monkeypatch.setattr(module, "SURVEYED", 60)
+    cfg = settings(survey=Survey(3), capacity=30)
+    replay, restored = fill(build(cfg), Script(301)), build(cfg)
+    judge(replay, draw(replay))
+    assert replay.waiting
+    restored.load_state_dict(through_a_file(replay.state_dict()))
+    for _ in range(20):
+        assert learn(replay) == learn(restored)
+    assert said_of(replay) == said_of(restored)
+
+
+def test_with_another_number_of_streams_episodes_stay_and_those_under_way_are_lost():
+    cfg, script = settings(ratio=0.1, window=4), Script(301)
+    replay = fill(build(cfg), script)
+    drain(replay, 7)
+    wider = build(replace(cfg, streams=5))
+    wider.load_state_dict(through_a_file(replay.state_dict()))
+    assert wider.held.number.tolist() == replay.held.number.tolist()
+    assert (wider.meter.moves, wider.meter.batches) == (replay.meter.moves, replay.meter.batches)
+    assert wider.open == [[]] * 5
+    assert as_bits(wider.sample()) == as_bits(replay.sample())
+    other = Script(301, streams=5, seed=3)
+    naive = Naive(cfg)
+    for t in other.trajectories():
+        wider.add(t)
+        naive.add(other, int(t.version[0]), 5)
+    naive.arrived = wider.arrived
+    assert_same(wider, naive)
+    check(draw(wider), other, cfg, naive)
+
+
+def test_episodes_under_way_are_saved_too():
+    cfg, script = settings(), Script(60, 0.0)
+    script.is_first[33] = True
+    replay, restored = build(cfg), build(cfg)
+    replay.add(script.trajectory(0, 12))
+    replay.add(script.trajectory(12, 12))
+    restored.load_state_dict(through_a_file(replay.state_dict()))
+    restored.add(script.trajectory(24, 12))
+    assert restored.held.moves.tolist() == [32] * STREAMS
+    naive = Naive(cfg)
+    naive.add(script, 0, 36)
+    check(draw(restored), script, cfg, naive, (12,))
+
+
+# -- what cannot be ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"batch_size": 0}, r"algo\.batch-size=0 must be at least 1"),
+        ({"window": 0}, r"algo\.window=0 must lie between 1 and algo\.batch-size=24, or be None"),
+        ({"window": 25}, r"algo\.window=25 must lie between 1 and algo\.batch-size=24, or be None"),
+        ({"burn_in": -1}, r"algo\.burn-in=-1 must be at least 0"),
+        ({"ratio": 0.0}, r"algo\.ratio=0\.0 must be positive"),
+        ({"ratio": -1.0}, r"algo\.ratio=-1\.0 must be positive"),
+        ({"capacity": 0}, r"algo\.capacity=0 and algo\.moves=None must be at least 1"),
+        ({"moves": 0}, r"algo\.capacity=20 and algo\.moves=0 must be at least 1"),
+        ({"warmup": 0}, r"algo\.warmup=0 must be at least 1 episode: nothing can be learnt from none"),
+        ({"best_share": -0.1}, r"algo\.best-share=-0\.1 must lie in \[0, 1\]"),
+        ({"best_share": 1.1}, r"algo\.best-share=1\.1 must lie in \[0, 1\]"),
+        ({"best": 0}, r"algo\.best=0 and algo\.latest=5 must be at least 1"),
+        ({"latest": 0}, r"algo\.best=5 and algo\.latest=0 must be at least 1"),
+    ],
+)
+def test_numbers_that_cannot_work_are_refused_in_a_sentence(changes, sentence):
+    with pytest.raises(UserError, match=f"^{sentence}$"):
+        settings(**changes)
+
+
+def test_returns_are_not_fitted_to_pictures():
+    with pytest.raises(UserError, match=r"algo\.adjust fits returns to first observations: Any shows pictures, not a"):
+        settings(adjust=True).build(0, PICTURES, MEMORY)
+    settings(adjust=True).build(0, SPEC, MEMORY)
+
+
+def test_more_than_fits_into_memory_is_refused_beforehand(monkeypatch):
+    monkeypatch.setattr("bestiary.machine.free_memory", lambda: 2**30)
+    needed = 200 * 1_000 * (84 * 84 + ROW_BYTES)
+    told = rf"^algo\.capacity=200 needs {needed / 2**30:.1f} GiB of memory, of which 1\.0 are free: lower it to \d+ or"
+    with pytest.raises(UserError, match=told):
+        settings(capacity=200).build(0, PICTURES, MEMORY)
+    with pytest.raises(UserError, match=r"needs 13\.\d GiB"):
+        settings(moves=2_000_000, capacity=10_000).build(0, PICTURES, MEMORY)
+    settings(capacity=100).build(0, PICTURES, MEMORY)
+    settings(capacity=200, moves=50_000).build(0, PICTURES, MEMORY)  # they may be long, but not all of them
+    settings(capacity=200).build(0, PICTURES._replace(horizon=None), MEMORY)  # who knows
+    monkeypatch.setattr("bestiary.machine.free_memory", lambda: None)
+    settings(capacity=200).build(0, PICTURES, MEMORY)
+
+
+def test_a_limit_on_moves_that_is_never_reached_needs_no_room(monkeypatch):
+    monkeypatch.setattr("bestiary.machine.free_memory", lambda: 2**30)
+    settings(capacity=10, moves=10_000_000).build(0, PICTURES, MEMORY)

@@ -1,0 +1,1187 @@
+"""Upside-Down RL and Reward-Conditioned Policies: as their equations say, told what to reach, and as whole runs."""
+
+import copy
+import io
+import json
+import math
+from collections.abc import Callable
+from dataclasses import fields, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_off_policy import CORE, NET, SPEC, _double, after_burn_in, assert_close, gradients, shaken  # noqa: F401
+from test_runtime import interrupted, rows, same, tiny, weights
+from torch import Tensor, nn
+
+import bestiary
+from bestiary import cli, tree
+from bestiary.actor import Actor
+from bestiary.algos import Impala, Rcp, Udrl
+from bestiary.algos.commanded import NETWORKS, CommandAgent, Commanded, CommandLearner
+from bestiary.cores import DeltaNet, Ff, Lstm
+from bestiary.envs import Catch, Gym, Recall
+from bestiary.errors import UserError
+from bestiary.evaluation import commanded, play, tell
+from bestiary.experiment import Evaluation, Experiment
+from bestiary.exploration import Fixed
+from bestiary.nets import Mlp, Net
+from bestiary.ops.commands import aim
+from bestiary.optim import Adam, AdamW, RmsProp
+from bestiary.presets import preset
+from bestiary.runtime import Local
+from bestiary.types import Batch, Episode, Spec, TimeStep, Trajectory
+
+double = pytest.mark.usefixtures("_double")
+
+LANDER = Spec("lander", (8,), torch.float32, 4, horizon=1_000)
+PICTURE = Spec("picture", (1, 9, 9), torch.uint8, 4, horizon=20)
+BARE = Net(encoder=Mlp(num_layers=0), prev_action=False, prev_reward=False)
+DELTA = DeltaNet(width=8, heads=2, layers=1, feedforward=8)
+ONE: dict[str, Any] = {"horizon": False, "shift": (0.0,), "scale": (1.0,)}  # commands that say nothing of moves
+
+
+def count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+# -- networks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("network", "head", "width", "parameters"),
+    [
+        ("gate", (32, 128, 128, 128), 2, 38_148),
+        ("gates", (64, 64), 1, 5_252),
+        ("hyper", (32, 128, 128, 128), 2, 113_580),
+    ],
+)
+def test_networks_have_as_many_parameters_as_the_references(network, head, width, parameters):
+    cfg = Udrl(network=network, head=head, **({} if width == 2 else ONE))
+    assert count(cfg.agent(LANDER, BARE, Ff())) == parameters
+
+
+def test_the_critic_has_as_many_parameters_as_the_reference():
+    cfg = Rcp(critic_head=(128, 64))
+    critic = cfg.learner(cfg.agent(LANDER, BARE, Ff()), 1).critic
+    assert critic is not None and count(critic) == 9_473
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("udrl-paper", 38_148), ("udrl-repo", 38_148), ("rcp-r-repo", 5_252), ("rcp-a-repo", 5_252)],
+)
+def test_presets_of_the_references_are_as_large_as_they_are(name, parameters):
+    experiment = preset(name)
+    assert count(experiment.algo.agent(LANDER, experiment.net, experiment.core)) == parameters
+
+
+def affine(layer: Any, x: Tensor) -> Tensor:
+    return layer.weight @ x + layer.bias
+
+
+def gate(net: Any, x: Tensor, c: Tensor) -> Tensor:
+    x = affine(net.features, x).tanh() * affine(net.gate, c).sigmoid()
+    for layer in net.layers[:-1]:
+        x = affine(layer, x).relu()
+    return affine(net.layers[-1], x)
+
+
+def gates(net: Any, x: Tensor, c: Tensor) -> Tensor:
+    for n in range(len(net.layers)):
+        x = affine(net.layers[n], x).relu() * affine(net.gates[n], c).sigmoid()
+    return affine(net.last, x)
+
+
+def film(net: Any, x: Tensor, c: Tensor) -> Tensor:
+    x = torch.cat([x, c])
+    for n in range(len(net.layers)):
+        s = affine(net.scales[n], c)
+        x = affine(net.layers[n], x).relu() * (1 + s / (1 + s.abs()))
+    return affine(net.last, x)
+
+
+def hyper(net: Any, x: Tensor, c: Tensor) -> Tensor:
+    """With weights made for this one command."""
+    x = affine(net.features, x).tanh()
+    for n, layer in enumerate(net.layers):
+        w, *ws = layer.weight.view(1 + len(c), -1, layer.in_features)
+        b, *bs = layer.bias.view(1 + len(c), -1)
+        w = w + sum(c[i] * ws[i] for i in range(len(c)))
+        b = b + sum(c[i] * bs[i] for i in range(len(c)))
+        x = w @ x + b
+        x = x if n == len(net.layers) - 1 else x.relu()
+    return x
+
+
+PLAIN: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {"gate": gate, "gates": gates, "film": film, "hyper": hyper}
+
+
+@double
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("hidden", [(7,), (7, 6), (5, 6, 7)])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_network_is_its_equation_and_everything_in_it_is_trained(name, hidden, width):
+    assert set(PLAIN) == set(NETWORKS)
+    net = NETWORKS[name](4, width, hidden, 3)
+    shaken(net)
+    x, command = torch.randn(5, 2, 4), torch.randn(5, 2, width, requires_grad=True)
+    out = net(x, command)
+    assert out.shape == (5, 2, 3)
+    expected = torch.stack(
+        [torch.stack([PLAIN[name](net, x[t, b], command[t, b]) for b in range(2)]) for t in range(5)]
+    )
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
+    loss = (out * torch.randn(5, 2, 3)).sum()
+    assert all(g.any() for g in gradients(loss, net).values())
+    (to_command,) = torch.autograd.grad(loss, command)
+    assert (to_command != 0).any(-1).all()
+
+
+def test_the_gate_of_the_paper_begins_orthogonal():
+    net: Any = NETWORKS["gate"](8, 2, (32, 16, 16), 4)
+    for layer, gain in ((net.features, 1.0), (net.gate, 1.0), (net.layers[0], 2.0), (net.layers[1], 2.0)):
+        w = layer.weight.double()
+        w = w if len(w) < w.shape[1] else w.T
+        torch.testing.assert_close(w @ w.T, gain * torch.eye(len(w)).double(), atol=1e-5, rtol=0)
+        assert not layer.bias.any()
+
+
+def test_film_begins_with_nearly_no_preference():
+    net = NETWORKS["film"](8, 2, (64, 64), 4)
+    assert net(torch.randn(100, 8), torch.randn(100, 2)).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_commands_are_shown_shifted_and_scaled(name):
+    told = Udrl(network=name, head=(8,), shift=(100.0, 20.0), scale=(0.01, 0.5)).agent(LANDER, BARE, Ff())
+    plain = Udrl(network=name, head=(8,)).agent(LANDER, BARE, Ff())
+    plain.load_state_dict(told.state_dict())  # numbers that are settings are not among the weights
+    h = torch.randn(6, 8)
+    command = torch.tensor([50.0, 30.0]).expand(6, 2)
+    torch.testing.assert_close(told.logits(h, command), plain.logits(h, torch.tensor([-0.5, 5.0]).expand(6, 2)))
+
+
+# -- the agent --------------------------------------------------------------------------------------------------------
+
+
+def row(is_first: list[bool] | Tensor, reward: list[float] | Tensor | float = 0.0, spec: Spec = LANDER) -> TimeStep:
+    first = torch.as_tensor(is_first)
+    size = len(first)
+    return TimeStep(
+        obs=torch.randn(size, *spec.obs_shape),
+        prev_action=torch.zeros(size, dtype=torch.int64),
+        reward=torch.as_tensor(reward, dtype=torch.float32).expand(size).clone(),
+        is_first=first,
+        is_terminal=torch.zeros(size, dtype=torch.bool),
+    )
+
+
+def agent_of(core: Any = None, cls: type = Udrl, **settings: Any) -> CommandAgent:
+    cfg = cls(**({"head": (16,), "source": "spread"} | settings))
+    agent = cfg.agent(LANDER, BARE, core or Ff())
+    agent.untrained.fill_(False)
+    return agent
+
+
+def aimed(pool: list[Any], spread: Any = 0.0, noise: Any = 0.0, **settings: Any) -> CommandAgent:
+    agent = agent_of(**({"source": "episode", "top": len(pool)} | settings))
+    agent.aim_at(aim(np.array(pool), spread, noise))
+    return agent
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def told(agent: CommandAgent, steps: list[TimeStep], explore: Tensor | None, seed: int = 0) -> Tensor:
+    """Commands [T, B, W] while these rows are shown."""
+    state, rng, commands = agent.initial_state(len(steps[0].reward)), generator(seed), []
+    with torch.no_grad():
+        for step in steps:
+            _, aux, state = agent.act(step, state, explore, rng)
+            commands.append(aux["command"])
+            assert torch.equal(aux["command"], state[0])
+    return torch.stack(commands)
+
+
+def story(T: int = 30, B: int = 6, seed: int = 0) -> list[TimeStep]:
+    rng = generator(seed)
+    first = torch.rand(T, B, generator=rng) < 0.15
+    first[0] = True
+    reward = torch.randint(-8, 9, (T, B), generator=rng) / 4
+    return [row(first[t], torch.where(first[t], 0, reward[t])) for t in range(T)]
+
+
+@pytest.mark.parametrize("explore", [None, torch.zeros(6), torch.ones(6)], ids=["greedy", "sampled", "exploring"])
+@pytest.mark.parametrize(("discount", "most"), [(1.0, None), (1.0, 10.0), (0.5, 12.0)])
+def test_a_command_is_drawn_where_an_episode_begins_and_shrinks_with_every_move(discount, most, explore):
+    agent = aimed([[9.0, 4.0], [5.0, 3.0], [2.0, 7.0]], discount=discount, max_return=most)
+    steps = story()
+    commands = told(agent, steps, explore)
+    for b in range(6):
+        for t, step in enumerate(steps):
+            now = commands[t, b].tolist()
+            if step.is_first[b]:
+                assert now in agent.pool.tolist()
+            else:
+                wanted, left = commands[t - 1, b].tolist()
+                wanted = (wanted - step.reward[b].item()) / discount
+                assert now == pytest.approx([min(wanted, most or math.inf), max(left - 1, 1)], rel=1e-5)
+    assert {tuple(c) for step, c in zip(steps, commands, strict=True) for c in c[step.is_first].tolist()} == {
+        (9.0, 4.0), (5.0, 3.0), (2.0, 7.0)
+    }  # fmt: skip
+    assert (commands[..., 1] == 1).any() and commands[..., 1].min() == 1
+    if most is not None:
+        assert (commands[..., 0] == most).any() and commands[..., 0].max() <= most
+
+
+def test_no_more_is_ever_asked_for_than_the_most():
+    agent = aimed([[9.0, 4.0]], spread=np.array([4.0, 0.0]), max_return=10.0)
+    commands = told(agent, [row([True] * 200)], torch.ones(200))[0, :, 0]
+    assert commands.max() == 10.0 and (commands < 10).any() and commands.min() >= 9
+    agent.tell((50.0, 3.0))
+    assert told(agent, [row([True] * 2)], None)[0].tolist() == [[10.0, 3.0]] * 2
+
+
+def test_a_command_that_is_held_stays_as_it_was_drawn():
+    commands = told(aimed([[9.0, 4.0], [5.0, 3.0]], hold=True), steps := story(), torch.ones(6))
+    for t in range(1, len(steps)):
+        on = ~steps[t].is_first
+        assert torch.equal(commands[t][on], commands[t - 1][on])
+    assert len({tuple(c) for c in commands.flatten(0, 1).tolist()}) == 2
+
+
+@pytest.mark.parametrize("hold", [True, False])
+def test_a_command_may_be_drawn_anew_for_every_move(hold):
+    agent = aimed([[9.0, 4.0], [5.0, 3.0]], hold=hold, redraw=True)
+    commands = told(agent, [row([False] * 500, 3.0)], None)[0]
+    assert {tuple(c) for c in commands.tolist()} == {(9.0, 4.0), (5.0, 3.0)}
+    assert (commands[:, 0] == 9).float().mean().item() == pytest.approx(0.5, abs=0.1)
+
+
+@pytest.mark.parametrize("explore", [None, torch.zeros(400)], ids=["greedy", "sampled"])
+def test_evaluation_asks_for_no_more_than_was_reached(explore):
+    agent = aimed([[9.0, 4.0], [5.0, 3.0]], spread=np.array([2.0, 0.0]), noise=np.array([0.5, 0.1]))
+    commands = told(agent, [row([True] * 400)], explore)[0]
+    assert {tuple(c) for c in commands.tolist()} == {(9.0, 4.0), (5.0, 3.0)}
+
+
+def test_exploring_asks_for_more():
+    size = 4_000
+    spread = told(aimed([[9.0, 4.0]], spread=np.array([2.0, 0.0])), [row([True] * size)], torch.ones(size))[0]
+    assert (spread[:, 1] == 4).all()
+    u = (spread[:, 0].double() - 9) / 2
+    assert u.min() >= 0 and u.max() < 1
+    assert torch.histc(u, 10, 0, 1).tolist() == pytest.approx([400] * 10, abs=100)  # five deviations
+    noise = told(aimed([[9.0, 4.0]], noise=np.array([0.5, 0.0])), [row([True] * size)], torch.ones(size))[0]
+    z = (noise[:, 0].double() - 9) / 0.5
+    assert z.mean().item() == pytest.approx(0, abs=0.08) and z.std().item() == pytest.approx(1, abs=0.06)
+    assert (noise[:, 1] == 4).all()
+
+
+def test_each_slot_explores_as_it_is_told():
+    explore = torch.tensor([0.0, 1.0] * 50)
+    commands = told(aimed([[9.0, 4.0]], spread=np.array([2.0, 0.0])), [row([True] * 100)], explore)[0, :, 0]
+    assert (commands[explore == 0] == 9).all() and (commands[explore == 1] > 9).all()
+
+
+def test_a_pool_that_is_not_full_repeats_what_it_has():
+    agent = agent_of(source="episode", top=7)
+    agent.aim_at(aim(np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])))
+    assert agent.pool[:, 0].tolist() == [1.0, 3.0, 5.0, 1.0, 3.0, 5.0, 1.0]
+    agent.tell((8.0, 9.0))
+    assert agent.pool.tolist() == [[8.0, 9.0]] * 7
+
+
+def actions_of(agent: CommandAgent, explore: Tensor | None, size: int, seed: int = 0) -> Tensor:
+    """Of so many slots that all see the same."""
+    step = row([True] * size)._replace(obs=torch.linspace(-1, 1, 8).expand(size, -1))
+    with torch.no_grad():
+        return agent.act(step, agent.initial_state(size), explore, generator(seed))[0]
+
+
+def test_an_agent_that_has_learnt_nothing_does_anything_while_it_explores():
+    agent = aimed([[9.0, 4.0]])
+    shaken(agent.policy)
+    agent.untrained.fill_(True)
+    greedy = actions_of(agent, None, 1).item()
+    assert actions_of(agent, None, 50).eq(greedy).all()
+    share = actions_of(agent, torch.ones(4_000), 4_000).bincount(minlength=4) / 4_000
+    assert share.tolist() == pytest.approx([0.25] * 4, abs=0.035)
+    agent.untrained.fill_(False)
+    learnt = actions_of(agent, torch.ones(4_000), 4_000).bincount(minlength=4) / 4_000
+    assert (learnt - 0.25).abs().max() > 0.1
+    agent.untrained.fill_(True)  # an evaluation shows what there is
+    sampled = actions_of(agent, torch.zeros(4_000), 4_000).bincount(minlength=4) / 4_000
+    assert sampled.tolist() == pytest.approx(learnt.tolist(), abs=0.05)
+
+
+def test_the_policy_is_sharpened_at_random_for_every_episode():
+    agent = aimed([[9.0, 4.0]])
+    agent.sharpest.fill_(4.0)
+    size = 2_000
+    state, rng = agent.initial_state(size), generator()
+    with torch.no_grad():
+        _, _, state = agent.act(row([True] * size), state, torch.ones(size), rng)
+        sharp = state[1]
+        assert sharp.min() >= 1 and sharp.max() <= 4
+        even = sharp.log() / math.log(4)  # every factor is as likely as any other
+        assert torch.histc(even, 10, 0, 1).tolist() == pytest.approx([200] * 10, abs=75)
+        again = torch.arange(size) % 3 == 0
+        _, _, state = agent.act(row(again), state, torch.ones(size), rng)
+        assert torch.equal(state[1][~again], sharp[~again]) and (state[1][again] != sharp[again]).all()
+        _, _, plain = agent.act(row([True] * size), state, torch.zeros(size), rng)
+        assert (plain[1] == 4).all()  # where nothing is explored it is as sharp as it may be
+
+
+def test_actions_are_as_likely_as_the_sharpened_policy_says(monkeypatch):
+    agent = aimed([[9.0, 4.0]])
+    logits = torch.tensor([0.5, 0.2, 0.0, -0.4])
+    monkeypatch.setattr(agent, "logits", lambda h, command: logits.expand(len(h), 4))
+    agent.sharpest.fill_(3.0)
+    size = 20_000
+    share = actions_of(agent, torch.zeros(size), size).bincount(minlength=4) / size
+    torch.testing.assert_close(share, (3 * logits).softmax(-1), atol=0.02, rtol=0)
+    assert (share - logits.softmax(-1)).abs().max() > 0.1  # it would be noticed
+    bold = actions_of(agent, torch.ones(size), size).bincount(minlength=4) / size
+    factors = 3.0 ** torch.linspace(0, 1, 1_001)[:, None]
+    torch.testing.assert_close(bold, (factors * logits).softmax(-1).mean(0), atol=0.02, rtol=0)
+    assert (bold - share).abs().max() > 0.05
+    assert actions_of(agent, None, 3).eq(0).all()
+
+
+@pytest.mark.parametrize("core", [Ff(), Lstm(hidden=6), DELTA], ids=["ff", "lstm", "delta-net"])
+def test_rows_of_a_batch_do_not_mix(core):
+    agent = aimed([[9.0, 4.0]], core=core)
+    steps = story(12, 5)
+    logits = recorded(agent, steps)
+    for b in range(5):
+        alone = recorded(agent, [TimeStep(*(x[b : b + 1] for x in step)) for step in steps])
+        torch.testing.assert_close(logits[:, b], alone[:, 0])
+
+
+def recorded(agent: CommandAgent, steps: list[TimeStep]) -> Tensor:
+    """Logits [T, B, A] while acting greedily, row by row."""
+    found: list[Tensor] = []
+    hook = agent.policy.register_forward_hook(lambda module, inputs, output: found.append(output))
+    told(agent, steps, None)
+    hook.remove()
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("core", [Ff(), Lstm(hidden=6), DELTA], ids=["ff", "lstm", "delta-net"])
+@pytest.mark.parametrize("normalise", [True, False])
+def test_acting_row_by_row_is_what_the_learner_computes_of_a_window(core, normalise):
+    agent = aimed([[9.0, 4.0], [5.0, 3.0]], core=core, normalise=normalise, scale=(0.1, 0.2))
+    if normalise:
+        agent.centre.copy_(torch.randn(8))
+        agent.spans.copy_(torch.rand(8) + 0.5)
+    steps = story(15, 4)
+    found: list[Tensor] = []
+    hook = agent.policy.register_forward_hook(lambda module, inputs, output: found.append(output))
+    commands = told(agent, steps, torch.ones(4))
+    hook.remove()
+    with torch.no_grad():
+        h, _ = agent.torso(agent.seen(tree.stack(steps)), agent.torso.initial_state(4))
+        torch.testing.assert_close(agent.logits(h, commands), torch.stack(found), rtol=1e-4, atol=1e-5)
+
+
+def test_what_an_agent_aims_at_travels_with_its_weights():
+    agent = aimed([[9.0, 4.0], [5.0, 3.0]], spread=1.0, noise=0.5, normalise=True)
+    agent.centre.copy_(torch.randn(8))
+    agent.spans.fill_(2.0)
+    agent.sharpest.fill_(3.0)
+    other = aimed([[0.0, 0.0], [0.0, 0.0]], normalise=True)
+    other.untrained.fill_(True)
+    other.load_state_dict(through_a_file(agent.state_dict()))
+    assert not other.untrained
+    steps, explore = story(), torch.ones(6)
+    assert torch.equal(told(agent, steps, explore), told(other, steps, explore))
+    assert torch.equal(recorded(agent, steps), recorded(other, steps))
+
+
+def through_a_file(snapshot: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(snapshot, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+# -- the learner ------------------------------------------------------------------------------------------------------
+
+
+def batch_of(cfg: Commanded, seed: int = 0, T: int = 6, B: int = 4, pool: list[list[float]] | None = None) -> Batch:
+    """Windows as a replay gives them: some begin before their episode, some end after it."""
+    rng = torch.Generator().manual_seed(seed)
+    total, dtype = cfg.burn_in + T, torch.get_default_dtype()
+    start, moves = torch.randint(1 - T, 4, (B,), generator=rng), torch.randint(4, 9, (B,), generator=rng)
+    move = start + torch.arange(-cfg.burn_in, T)[:, None]
+    valid = ((move >= 0) & (move < moves))[cfg.burn_in :]
+    assert valid.any(0).all()
+    first = (move <= 0) | (move > moves)
+    action = torch.randint(4, (total, B), generator=rng)
+    step = TimeStep(
+        obs=torch.randn(total, B, 3, generator=rng, dtype=dtype),
+        prev_action=torch.randint(4, (total, B), generator=rng) * ~first,
+        reward=torch.randn(total, B, generator=rng, dtype=dtype) * ~first,
+        is_first=first,
+        is_terminal=move >= moves,
+    )
+    named = ("to_go", "horizon", "earned", "label", "target", "advantage")
+    aux = {name: torch.randn(T, B, generator=rng, dtype=dtype) for name in named}
+    aux["horizon"] = (moves - move)[cfg.burn_in :].clamp(min=1).to(dtype)
+    about = aim(np.array(pool or [[1.0, 2.0][: cfg.width]]), spread=0.5)._asdict()
+    return Batch(Trajectory(step, action, {"valid": valid, **aux}, (), torch.zeros(B)), about=about)
+
+
+def learner_of(cfg: Commanded, total_steps: int = 1_000, core: Any = CORE) -> CommandLearner:
+    spec = SPEC._replace(obs_dtype=torch.get_default_dtype())
+    learner = cfg.learner(cfg.agent(spec, NET, core), total_steps)
+    for n, module in enumerate([learner.online, learner.critic]):
+        if module is not None:
+            shaken(module, n)
+    return learner
+
+
+def plain_loss(learner: CommandLearner, t: Trajectory) -> Tensor:
+    """Cross entropy of what was done, given what was reached: each valid move by its weight."""
+    cfg, aux, online = learner.cfg, t.aux, learner.online
+    reached = {"to-go": "to_go", "return": "label" if cfg.adjust else "earned", "advantage": "advantage"}[cfg.command]
+    good = reached if cfg.command == "advantage" else "label" if cfg.adjust else "earned"
+    chosen = aux[good][aux["valid"]].tolist()
+    mean = sum(chosen) / len(chosen)
+    std = math.sqrt(sum((x - mean) ** 2 for x in chosen) / (len(chosen) - 1))
+    losses, total = [], 0.0
+    for b in range(t.action.shape[1]):
+        h = after_burn_in(online.torso, t, cfg.burn_in, b)
+        for k, features in enumerate(h):
+            if not aux["valid"][k, b]:
+                continue
+            weight = 1.0
+            if cfg.weighting == "exponential":
+                weight = min(math.exp((aux[good][k, b].item() - mean) / std / cfg.beta), cfg.weight_cap)
+            command = torch.stack([aux[reached][k, b], aux["horizon"][k, b]][: cfg.width])
+            command = (command - torch.tensor(cfg.shift)) * torch.tensor(cfg.scale)
+            log_pi = PLAIN[cfg.network](online.policy, features, command).log_softmax(0)
+            done = log_pi[t.action[cfg.burn_in + k, b]]
+            losses.append(-weight * ((1 - cfg.smoothing) * done + cfg.smoothing * log_pi.mean()))
+            total += weight
+    return torch.stack(losses).sum() / total
+
+
+TOY: dict[str, Any] = {"head": (7, 6), "grad_norm": None}
+LOSSES: dict[str, Commanded] = {
+    "udrl": Udrl(**TOY, network="gate", scale=(0.5, 0.1)),
+    "udrl, burn-in": Udrl(**TOY, burn_in=3, network="film", shift=(0.5, 2.0), smoothing=0.1),
+    "udrl, returns": Udrl(**TOY, command="return", network="hyper", weighting="exponential"),
+    "udrl, adjusted": Udrl(**TOY, command="return", adjust=True, weighting="exponential", beta=0.5),
+    "rcp-r": Rcp(**TOY, command="return", network="gates", beta=0.5, weight_cap=2.0),
+    "rcp-r, discounted": Rcp(**TOY, command="to-go", source="peak", network="gates"),
+    "rcp-a": Rcp(**TOY, network="gates", burn_in=2),
+    "rcp-a, adjusted": Rcp(**TOY, adjust=True, smoothing=0.2, weight_cap=1.5),
+}
+
+
+@double
+@pytest.mark.parametrize("cfg", LOSSES.values(), ids=LOSSES)
+def test_loss_and_gradient_are_those_of_a_loop(cfg, monkeypatch):
+    learner = learner_of(cfg)
+    monkeypatch.setattr(learner.optimizer, "step", lambda: None)  # so that gradients are of what is compared
+    for seed in range(2):
+        batch = batch_of(cfg, seed)
+        expected = plain_loss(learner, batch.trajectory)
+        wanted = gradients(expected, learner.online)
+        metrics = learner.update(batch).metrics
+        assert metrics["loss"].item() == pytest.approx(expected.item(), rel=1e-10)
+        found = {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in learner.online.named_parameters()}
+        assert_close(found, wanted)
+        assert all(g.any() for g in found.values())
+        norm = torch.stack([g.norm() for g in wanted.values()]).norm().item()
+        assert metrics["grad_norm"].item() == pytest.approx(norm, rel=1e-8)
+
+
+@double
+def test_the_settings_of_the_cases_make_a_difference():
+    """An oracle that agrees with everything shows nothing."""
+    base = LOSSES["rcp-a, adjusted"]
+    changes = [{}, {"beta": 0.3}, {"weight_cap": 1.1}, {"smoothing": 0.0}, {"weighting": "none"}, {"scale": (2.0,)}]
+    losses = set()
+    for change in changes:
+        torch.manual_seed(0)
+        cfg = replace(base, **change)
+        losses.add(round(learner_of(cfg).update(batch_of(cfg)).metrics["loss"].item(), 9))
+    assert len(losses) == len(changes)
+
+
+@double
+def test_what_lies_outside_an_episode_is_not_learnt_from():
+    cfg = LOSSES["rcp-a"]
+    results = []
+    for noise in (0.0, 1e3):
+        torch.manual_seed(0)
+        learner, batch = learner_of(cfg), batch_of(cfg)
+        t = batch.trajectory
+        outside = ~t.aux["valid"]
+        for name in ("to_go", "earned", "label", "target", "advantage"):
+            t.aux[name][outside] += noise
+        after = t.step.is_first[2:] & outside  # rows that are no part of an episode
+        t.step.obs[2:][after] += noise
+        results.append({k: v.item() for k, v in learner.update(batch).metrics.items() if k != "value"})
+    assert results[0] == pytest.approx(results[1], rel=1e-9)
+
+
+@double
+def test_metrics_tell_how_the_batch_was_used():
+    cfg = LOSSES["rcp-a"]
+    learner, batch = learner_of(cfg), batch_of(cfg)
+    t = batch.trajectory
+    valid = t.aux["valid"]
+    weight = learner.weight(t, learner.label(t), valid)
+    metrics = learner.update(batch).metrics
+    kept = (weight.sum() ** 2 / weight.square().sum()).item()
+    assert metrics["effective_batch"].item() == pytest.approx(kept, rel=1e-9)
+    assert 1 < kept < valid.sum()
+    assert 0 <= metrics["agreement"] <= 1 and 0 < metrics["entropy"] <= math.log(4)
+    assert metrics["command_return"].item() == 1.0 and metrics["command_horizon"].item() == 0.0
+    plain = replace(cfg, weighting="none")
+    even = learner_of(plain).update(batch_of(plain)).metrics["effective_batch"].item()
+    assert even == pytest.approx(valid.sum().item(), rel=1e-9)
+
+
+def test_the_first_update_ends_acting_at_random_and_says_where_to_aim():
+    cfg = Udrl(**TOY, top=5)
+    learner = learner_of(cfg)
+    assert learner.agent.untrained
+    learner.update(batch_of(cfg, pool=[[1.0, 2.0], [3.0, 4.0]]))
+    assert not learner.agent.untrained
+    assert learner.agent.pool.tolist() == [[1.0, 2.0], [3.0, 4.0], [1.0, 2.0], [3.0, 4.0], [1.0, 2.0]]
+    assert learner.agent.spread.tolist() == [0.5, 0.5] and learner.agent.noise.tolist() == [0.0, 0.0]
+
+
+@double
+@pytest.mark.parametrize("average", [0.5, 0.9, 1.0])
+def test_what_acts_is_a_plain_mean_at_first_and_later_follows_slowly(average):
+    cfg = Udrl(**TOY, average=average, optimizer=Adam(lr=0.1))
+    learner = learner_of(cfg)
+    mean = None
+    for n in range(1, 16):
+        learner.update(batch_of(cfg, n))
+        now = torch.cat([p.detach().flatten() for p in learner.online.parameters()])
+        share = max(1 - average, 1 / n)
+        mean = now if mean is None else (1 - share) * mean + share * now
+        acting = torch.cat([p.detach().flatten() for p in learner.agent.parameters()])
+        torch.testing.assert_close(acting, mean, rtol=1e-9, atol=1e-12)
+    assert (acting - now).abs().max() > 1e-3
+    plain = learner_of(replace(cfg, average=None))
+    assert plain.agent is plain.online
+
+
+@pytest.mark.parametrize("average", [None, 0.9])
+def test_observations_are_shown_in_deviations_from_the_mean_of_those_seen(average):
+    """Far from zero, and of several sizes: every batch counts the same."""
+    cfg = Udrl(**TOY, normalise=True, average=average)
+    learner, seen = learner_of(cfg), []
+    for n in range(12):
+        batch = batch_of(cfg, n)
+        obs = batch.trajectory.step.obs
+        obs.mul_(torch.tensor([1.0, 5.0, 0.2])).add_(torch.tensor([30.0, -4.0, 2.0]))
+        seen.append(obs.flatten(0, 1))
+        learner.update(batch)
+        everything = torch.cat(seen).double()
+        for agent in {learner.agent, learner.online}:
+            torch.testing.assert_close(agent.centre.double(), everything.mean(0), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(agent.spans.double(), everything.std(0, correction=0), rtol=1e-2, atol=1e-3)
+    step = batch.trajectory.step
+    shown = learner.agent.seen(step).obs
+    torch.testing.assert_close(shown, ((step.obs - agent.centre) / agent.spans).clamp(-5, 5))
+    wild = learner.agent.seen(step._replace(obs=1e6 * torch.ones_like(step.obs))).obs
+    assert (wild == 5).all()
+
+
+def test_old_observations_count_less_after_many(monkeypatch):
+    monkeypatch.setattr("bestiary.algos.commanded.REMEMBERED", 3)
+    cfg = Udrl(**TOY, normalise=True)
+    learner, weight, seen = learner_of(cfg), [], []
+    for n in range(10):
+        batch = batch_of(cfg, n)
+        batch.trajectory.step.obs.mul_(1 + n).add_(n)
+        learner.update(batch)
+        share = 1 / (1 + min(n, 3))
+        weight = [(1 - share) * w for w in weight] + [share]
+        seen.append(batch.trajectory.step.obs.flatten(0, 1).double())
+    assert sum(weight) == pytest.approx(1)
+    mean = sum(w * x.mean(0) for w, x in zip(weight, seen, strict=True))
+    variance = sum(w * (x - mean).square().mean(0) for w, x in zip(weight, seen, strict=True))
+    torch.testing.assert_close(learner.agent.centre.double(), mean, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(learner.agent.spans.double(), variance.sqrt(), rtol=1e-2, atol=1e-3)
+
+
+def test_what_is_not_normalised_is_shown_as_it_is():
+    learner = learner_of(Udrl(**TOY))
+    batch = batch_of(learner.cfg)
+    learner.update(batch)
+    assert learner.agent.seen(batch.trajectory.step) is batch.trajectory.step
+
+
+def test_the_policy_may_be_sharpened_more_and_more():
+    cfg = Udrl(**TOY, sharpen=3.0, sharpen_over=40, ratio=0.1)  # four updates
+    learner = learner_of(cfg)
+    sharpest = [learner.update(batch_of(cfg)).metrics["sharpest"].item() for _ in range(6)]
+    assert sharpest == pytest.approx([1.5, 2.0, 2.5, 3.0, 3.0, 3.0])
+    assert learner.agent.sharpest == 3.0
+    plain = learner_of(Udrl(**TOY))
+    assert plain.update(batch_of(plain.cfg)).metrics["sharpest"] == 1.0
+
+
+def test_the_learning_rate_falls_to_a_share_over_the_budget():
+    cfg = Udrl(**TOY, ratio=0.01, lr_last=0.2, optimizer=Adam(lr=1e-3))
+    learner, rates = learner_of(cfg, total_steps=400), []
+    for _ in range(6):
+        learner.update(batch_of(cfg))
+        rates.append(learner.optimizer.param_groups[0]["lr"] / 1e-3)
+    assert rates == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
+    steady = learner_of(replace(cfg, lr_last=1.0), total_steps=400)
+    for _ in range(6):
+        steady.update(batch_of(cfg))
+    assert steady.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
+
+
+# -- the critic -------------------------------------------------------------------------------------------------------
+
+
+def surveyed(seed: int = 0, lengths: tuple[int, ...] = (5, 3, 7), cut: tuple[bool, ...] = (False, True, True)) -> Batch:
+    """Whole episodes, side by side; those that are cut have run out of time."""
+    rng = torch.Generator().manual_seed(seed)
+    T, B, dtype = max(lengths) + 1, len(lengths), torch.get_default_dtype()
+    move, moves = torch.arange(T)[:, None], torch.tensor(lengths)
+    first = (move == 0) | (move > moves)
+    step = TimeStep(
+        obs=torch.randn(T, B, 3, generator=rng, dtype=dtype),
+        prev_action=torch.randint(4, (T, B), generator=rng) * ~first,
+        reward=torch.randn(T, B, generator=rng, dtype=dtype) * ~first,
+        is_first=first,
+        is_terminal=(move >= moves) & ~torch.tensor(cut),
+    )
+    t = Trajectory(step, torch.zeros(T, B, dtype=torch.int64), {}, (), torch.zeros(B))
+    return Batch(t, keys=torch.arange(B), about={"survey": torch.ones(())})
+
+
+def plain_values(learner: CommandLearner, t: Trajectory, b: int) -> list[Tensor]:
+    critic: Any = learner.critic
+    linear = [m for m in critic.head if isinstance(m, nn.Linear)]
+    found = []
+    for h in after_burn_in(critic.torso, t._replace(aux={}), 0, b):
+        for layer in linear[:-1]:
+            h = affine(layer, h).relu()
+        found.append(affine(linear[-1], h)[0])
+    return found
+
+
+CRITIC: dict[str, Any] = TOY | {"critic_head": (6, 5), "value_scale": 10.0, "discount": 0.9, "trace_decay": 0.8}
+
+
+@double
+@pytest.mark.parametrize("critic", ["own", "joint"])
+def test_a_survey_gives_lambda_returns(critic):
+    """Behind a time limit lies what the last row is worth, behind a true end nothing; the reference knows no limits."""
+    learner = learner_of(Rcp(**CRITIC, critic=critic, source="peak"))
+    batch = surveyed()
+    t, lengths, cut = batch.trajectory, (5, 3, 7), (False, True, True)
+    update = learner.update(batch)
+    assert update.metrics == {} and learner.updates == 0
+    errors = []
+    for b, length in enumerate(lengths):
+        v = plain_values(learner, t, b)
+        after = v[length].item() if cut[b] and critic == "own" else 0.0
+        for move in reversed(range(length)):
+            ahead = after if move == length - 1 else 0.2 * v[move + 1].item() + 0.8 * after
+            after = t.step.reward[move + 1, b].item() / 10 + 0.9 * ahead
+            errors.append(v[move] - after)
+            if critic == "own":
+                assert update.priorities is not None
+                target, advantage = update.priorities[:, move, b].tolist()
+                assert target == pytest.approx(after, rel=1e-10)
+                assert advantage == pytest.approx(after - v[move].item(), rel=1e-10)
+    if critic == "own":
+        assert update.priorities is not None
+        assert update.priorities.shape == (2, 7, 3) and not update.priorities.requires_grad
+        assert learner.value_loss is None
+    else:
+        assert update.priorities is None and learner.value_loss is not None
+        loss = torch.stack(errors).square().mean()
+        assert learner.value_loss.item() == pytest.approx(loss.item(), rel=1e-10)
+        assert learner.critic is not None
+        assert_close(gradients(learner.value_loss, learner.critic), gradients(loss, learner.critic))
+
+
+@double
+def test_a_joint_critic_adds_its_loss_once_and_to_the_next_update_alone():
+    cfg = Rcp(**CRITIC, critic="joint", source="peak", optimizer=RmsProp(lr=1e-3))
+    learner = learner_of(cfg)
+    assert learner.critic is not None and learner.critic_optimizer is None
+    assert len(learner.learning) == len(list(learner.online.parameters())) + len(list(learner.critic.parameters()))
+
+    def both() -> list[tuple[Tensor, ...]]:
+        assert learner.critic is not None
+        return [tuple(p.detach().clone() for p in m.parameters()) for m in (learner.online, learner.critic)]
+
+    def changed(before: tuple[Tensor, ...], after: tuple[Tensor, ...]) -> bool:
+        return any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+    states = [both()]
+    for kind in ("update", "survey", "update", "update"):
+        metrics = learner.update(surveyed() if kind == "survey" else batch_of(cfg)).metrics
+        assert not {"value", "value_loss"} & set(metrics)
+        states.append(both())
+    moved = [(changed(a[0], b[0]), changed(a[1], b[1])) for a, b in pairwise(states)]
+    assert moved == [(True, False), (False, False), (True, True), (True, False)]
+
+
+@double
+def test_the_loss_that_is_told_is_the_policys(monkeypatch):
+    cfg = Rcp(**CRITIC, critic="joint", source="peak")
+    told_losses, norms = [], []
+    for survey in (False, True):
+        torch.manual_seed(0)
+        learner = learner_of(cfg)
+        if survey:
+            learner.update(surveyed())
+        metrics = learner.update(batch_of(cfg)).metrics
+        told_losses.append(metrics["loss"].item())
+        norms.append(metrics["grad_norm"].item())
+    assert told_losses[0] == told_losses[1] and norms[0] < norms[1]
+
+
+@double
+@pytest.mark.parametrize("value_scale", [1.0, 10.0])
+def test_a_joint_advantage_is_what_was_earned_less_what_was_expected_in_the_same_units(value_scale):
+    cfg = Rcp(**CRITIC | {"value_scale": value_scale}, critic="joint", source="peak", burn_in=2)
+    learner = learner_of(cfg)
+    t = batch_of(cfg).trajectory
+    label = learner.label(t)
+    assert label.shape == (6, 4, 1) and not label.requires_grad
+    for b in range(4):
+        v = plain_values(learner, t, b)[2:]
+        for k in range(6):
+            expected = t.aux["to_go"][k, b].item() - value_scale * v[k].item()
+            assert label[k, b, 0].item() == pytest.approx(expected, rel=1e-9)
+
+
+@double
+def test_a_critic_of_its_own_learns_its_targets_where_there_are_moves():
+    cfg = Rcp(**CRITIC, burn_in=2, critic_optimizer=Adam(lr=1e-3))
+    learner, batch = learner_of(cfg), batch_of(cfg)
+    t, errors = batch.trajectory, []
+    assert learner.critic is not None and learner.critic_optimizer is not None
+    before = copy.deepcopy(learner.critic)
+    for b in range(4):
+        v = after_burn_in(before.torso, t, 2, b)
+        linear: Any = [m for m in before.head if isinstance(m, nn.Linear)]
+        for k, h in enumerate(v):
+            if t.aux["valid"][k, b]:
+                for layer in linear[:-1]:
+                    h = affine(layer, h).relu()
+                errors.append(affine(linear[-1], h)[0] - t.aux["target"][k, b])
+    loss = torch.stack(errors).square().mean()
+    policy = {k: v.clone() for k, v in learner_of(cfg).online.state_dict().items()}
+    metrics = learner.update(batch).metrics
+    assert metrics["value_loss"].item() == pytest.approx(loss.item(), rel=1e-10)
+    found = {k: p.grad for k, p in learner.critic.named_parameters() if p.grad is not None}
+    assert_close(found, gradients(loss, before))
+    assert all(not torch.equal(a, b) for a, b in zip(before.parameters(), learner.critic.parameters(), strict=True))
+    assert policy.keys() == learner.online.state_dict().keys()
+
+
+def test_the_largest_advantage_of_a_period_is_the_command_of_the_next(monkeypatch):
+    """Of the first batch at once; then of the largest among every four, with the deviation of that batch."""
+    cfg = Rcp(**CRITIC, source="peak", peak_every=4)
+    learner = learner_of(cfg)
+    peaks = [3.0, 9.0, 2.0, 5.0, 4.0, 1.0, 8.0, 6.0, 7.0, 2.0, 1.0, 0.0]
+    aims = []
+    for n, peak in enumerate(peaks):
+        batch = batch_of(cfg, n)
+        label = batch.trajectory.aux["advantage"]
+        label.clamp_(max=-1.0).masked_fill_(~batch.trajectory.aux["valid"], 1e3)  # no move, so no advantage
+        place = batch.trajectory.aux["valid"].nonzero()[0]
+        label[place[0], place[1]] = peak
+        learner.update(batch)
+        valid = label[batch.trajectory.aux["valid"]]
+        aims.append((learner.agent.pool.item(), learner.agent.noise.item(), valid.std().item()))
+    deviation = [std for _, _, std in aims]
+    first = [(3.0, deviation[0])] * 3
+    expected = first + [(9.0, deviation[1])] * 4 + [(8.0, deviation[6])] * 4 + [(7.0, deviation[8])]
+    assert [(p, n) for p, n, _ in aims] == [pytest.approx(pair) for pair in expected]
+
+
+# -- saving -----------------------------------------------------------------------------------------------------------
+
+SAVED: dict[str, Commanded] = {
+    "udrl": Udrl(**TOY, optimizer=Adam(lr=1e-2)),
+    "udrl, everything": Udrl(**TOY, normalise=True, average=0.8, sharpen=3.0, sharpen_over=1_000),
+    "rcp-r": Rcp(**TOY, command="return", average=0.9),
+    "rcp-a": Rcp(**CRITIC, average=0.9, normalise=True),
+    "rcp-a, peak": Rcp(**CRITIC, source="peak", peak_every=3),
+    "rcp-a, joint": Rcp(**CRITIC, source="peak", critic="joint", optimizer=RmsProp(momentum=0.9)),
+}
+
+
+@double
+@pytest.mark.parametrize("cfg", SAVED.values(), ids=SAVED)
+def test_a_saved_learner_goes_on_bit_for_bit(cfg):
+    learner = learner_of(cfg)
+    torch.manual_seed(2)
+    other = learner_of(cfg)
+    for n in range(5):
+        learner.update(batch_of(cfg, n))
+    other.update(batch_of(cfg, 99))
+    saved = through_a_file({"agent": learner.agent.state_dict(), "learner": learner.state_dict()})
+    other.agent.load_state_dict(saved["agent"])
+    other.load_state_dict(saved["learner"])
+    for n in range(5, 12):
+        both = [learner, other]
+        if cfg.command == "advantage" and n % 3 == 0:
+            first, second = (x.update(surveyed(n)).priorities for x in both)
+            assert first is None if cfg.critic == "joint" else torch.equal(first, second)  # type: ignore
+        mine, theirs = (x.update(batch_of(cfg, n)).metrics for x in both)
+        assert {k: v.item() for k, v in mine.items()} == {k: v.item() for k, v in theirs.items()}
+    assert other.updates == learner.updates == 12
+    assert same(learner.agent.state_dict(), other.agent.state_dict())
+    assert same(learner.online.state_dict(), other.online.state_dict())
+
+
+# -- what cannot be ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings", "sentence"),
+    [
+        (Udrl, {"unroll": 0}, r"algo\.unroll=0 must be at least 1"),
+        (
+            Rcp,
+            {"horizon": True},
+            r"algo\.horizon does not go with algo\.command=advantage: an advantage is of a single",
+        ),
+        (Udrl, {"shift": (0.0,)}, r"algo\.shift=\(0\.0,\) must have as many numbers as a command: 2"),
+        (Rcp, {"scale": (1.0, 1.0)}, r"algo\.scale=\(1\.0, 1\.0\) must have as many numbers as a command: 1"),
+        (Rcp, {"beta": 0.0}, r"algo\.beta=0\.0 must be positive"),
+        (Rcp, {"beta": -1.0}, r"algo\.beta=-1\.0 must be positive"),
+        (Rcp, {"weight_cap": 0.0}, r"algo\.weight-cap=0\.0 must be positive"),
+        (Rcp, {"value_scale": 0.0}, r"algo\.value-scale=0\.0 must be positive"),
+        (Udrl, {"grad_norm": 0.0}, r"algo\.grad-norm=0\.0 must be positive"),
+        (Udrl, {"discount": 1.5}, r"algo\.discount=1\.5 must lie in \[0, 1\]"),
+        (Udrl, {"smoothing": -0.1}, r"algo\.smoothing=-0\.1 must lie in \[0, 1\]"),
+        (Udrl, {"average": 1.1}, r"algo\.average=1\.1 must lie in \[0, 1\]"),
+        (Rcp, {"trace_decay": 2.0}, r"algo\.trace-decay=2\.0 must lie in \[0, 1\]"),
+        (Udrl, {"lr_last": -0.5}, r"algo\.lr-last=-0\.5 must lie in \[0, 1\]"),
+        (Udrl, {"increment": -1.0}, r"algo\.increment=-1\.0 must be at least 0"),
+        (Rcp, {"percentile": 101.0}, r"algo\.percentile=101\.0 must lie in \[0, 100\]"),
+        (Udrl, {"sharpen": 0.5}, r"algo\.sharpen=0\.5 must be at least 1"),
+        (Udrl, {"top": 0}, r"algo\.top, algo\.critic-every and algo\.peak-every must be at least 1"),
+        (Rcp, {"critic_every": 0}, r"algo\.top, algo\.critic-every and algo\.peak-every must be at least 1"),
+        (Rcp, {"peak_every": 0}, r"algo\.top, algo\.critic-every and algo\.peak-every must be at least 1"),
+        (Udrl, {"head": ()}, r"algo\.head=\(\) must be layers of at least one unit"),
+        (Udrl, {"head": (8, 0)}, r"algo\.head=\(8, 0\) must be layers of at least one unit"),
+        (Udrl, {"source": "percentile"}, r"algo\.source=percentile says nothing of moves: use --algo\.no-horizon"),
+        (Udrl, {"source": "percentile", **ONE}, r"algo\.source=percentile goes with algo\.command=return or advantage"),
+        (Rcp, {"source": "spread"}, r"algo\.source=spread is of returns: with advantages use percentile or peak"),
+        (Rcp, {"source": "episode"}, r"algo\.source=episode is of returns: with advantages use percentile or peak"),
+        (Udrl, {"discount": 0.0}, r"algo\.discount=0 leaves nothing to go"),
+        (Rcp, {"critic": "joint"}, r"percentile"),  # such a critic says nothing of single moves that could be kept
+    ],
+)
+def test_numbers_that_cannot_work_are_refused_in_a_sentence(cls, settings, sentence):
+    with pytest.raises(UserError, match=sentence) as refused:
+        cls(**settings)
+    assert "\n" not in str(refused.value)
+
+
+def test_an_experiment_refuses_what_its_replay_cannot_do():
+    with pytest.raises(UserError, match=r"algo\.warmup=0 must be at least 1 episode: nothing can be learnt from none"):
+        Experiment(algo=Udrl(warmup=0))
+    with pytest.raises(UserError, match=r"algo\.window=300 must lie between 1 and algo\.batch-size=256, or be None"):
+        Experiment(algo=Rcp(window=300))
+
+
+def test_pictures_are_not_normalised():
+    with pytest.raises(UserError, match=r"algo\.normalise is for vectors, but picture shows pictures"):
+        Udrl(normalise=True).agent(PICTURE, Net(), Ff())
+
+
+@pytest.mark.parametrize("window", [4, None])
+def test_windows_must_hold_as_many_pictures_as_are_shown_at_once(window):
+    """Without memory a window is one row, unless more are asked for: the earlier pictures must come from somewhere."""
+    with pytest.raises(UserError, match=r"algo\.burn-in=1 rows do not fill net\.frame-stack=3: raise it to 2"):
+        Udrl(window=window, burn_in=1).agent(PICTURE, Net(frame_stack=3), Ff())
+    Udrl(window=window, burn_in=2).agent(PICTURE, Net(frame_stack=3), Ff())
+
+
+def test_whole_episodes_hold_all_their_pictures():
+    Udrl(window=None, burn_in=0).agent(PICTURE, Net(frame_stack=3), Lstm(hidden=4))
+
+
+def test_continuous_actions_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"Pendulum-v1 has actions .*; only Discrete actions are supported"):
+        bestiary.train(tiny(Gym("Pendulum-v1"), algo=Udrl()), tmp_path / "run")
+
+
+def test_a_command_has_as_many_numbers_as_the_agent_knows():
+    with pytest.raises(UserError, match=r"a command of this agent is a return and a number of moves: 2 numbers, not 1"):
+        agent_of().tell((5.0,))
+    with pytest.raises(UserError, match=r"a command of this agent is a return: 1 numbers?, not 2"):
+        agent_of(**ONE).tell((5.0, 3.0))
+    with pytest.raises(UserError, match=r"a command of this agent is an advantage: 1 numbers?, not 3"):
+        agent_of(cls=Rcp, source="peak").tell((5.0, 3.0, 1.0))
+    with pytest.raises(UserError, match=r"a horizon of 0\.5 moves is too short: ask for at least 1"):
+        agent_of().tell((5.0, 0.5))
+
+
+def test_agents_without_commands_cannot_be_told_any():
+    with pytest.raises(UserError, match=r"--command is for agents that follow commands \(Udrl, Rcp\); this one does"):
+        tell(Impala().agent(LANDER, BARE, Ff()), (5.0,))
+
+
+@pytest.mark.parametrize("cfg", [Udrl(cut_penalty=3.0, adjust=True), Rcp(), Rcp(command="return", burn_in=2)])
+def test_the_replay_is_built_from_the_numbers_of_the_algorithm(cfg):
+    built = cfg.replay(3)
+    assert built.streams == 3
+    for field in fields(built):
+        if field.name not in ("streams", "survey"):
+            assert getattr(built, field.name) == getattr(cfg, field.name), field.name
+    assert (built.survey is None) == (cfg.command != "advantage")
+    assert cfg.explorer(3)(row([True] * 3)).tolist() == [1.0] * 3
+
+
+def test_a_critic_is_asked_as_often_as_the_algorithm_says():
+    own, joint = (Rcp(critic=critic, source="peak", critic_every=7).replay(3).survey for critic in ("own", "joint"))
+    assert own is not None and own.every == 7 and own.whole
+    assert joint is not None and joint.every == 7 and not joint.whole
+
+
+def test_learners_belong_to_their_agents():
+    with pytest.raises(AssertionError):
+        Udrl().learner(Impala().agent(LANDER, BARE, Ff()), 1)
+
+
+# -- what was asked for -----------------------------------------------------------------------------------------------
+
+
+class Ordered(CommandAgent):
+    """Asks for another return in every episode, so that one can tell them apart."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.orders = 0
+
+    def draw(self, explore: Tensor | None, count: int, rng: torch.Generator) -> Tensor:
+        self.orders += 1
+        return torch.stack([self.orders + torch.arange(count) / 8, torch.full((count,), 50.0)], 1)
+
+
+@pytest.mark.parametrize("env", [Catch(rows=5), Gym("CartPole-v1")], ids=["catch", "cartpole"])
+@pytest.mark.parametrize("explore", [True, False])
+def test_an_episode_tells_what_it_was_asked_for_when_it_began(env, explore):
+    world = env.make(4, 0, 0, 1)
+    agent = Ordered(Udrl(head=(4,)), world.spec, Net(), Ff())
+    actor = Actor(world, agent, Fixed(torch.ones(4)) if explore else None, 7, 0, torch.device("cpu"))
+    asked: list[list[tuple[float, ...]]] = [[] for _ in range(4)]
+    seen = [0] * 4
+    shrunk = False
+    for number in range(12):
+        t, episodes = actor.unroll()
+        for k in range(0 if number == 0 else 1, len(t.action)):  # the first row was the last of the one before
+            for b in range(4):
+                command = tuple(t.aux["command"][k, b].tolist())
+                if t.step.is_first[k, b]:
+                    asked[b].append(command)
+                else:
+                    shrunk |= command != asked[b][-1]
+        for e in episodes:
+            assert e.asked == asked[e.slot][seen[e.slot]]
+            seen[e.slot] += 1
+    world.close()
+    assert min(seen) > 1 and shrunk
+    assert len({a for column in asked for a in column}) == sum(map(len, asked))
+
+
+def test_actors_go_on_knowing_what_was_asked_for():
+    def actor() -> Actor:
+        world = Catch(rows=5).make(3, 0, 0, 1)
+        torch.manual_seed(0)
+        agent = aimed([[1.0, 4.0], [0.5, 3.0], [-1.0, 4.0]], spread=np.array([2.0, 0.0]))
+        other = agent.cfg.agent(world.spec, Net(), Ff())
+        other.aim_at(aim(agent.pool.numpy(), agent.spread.numpy()))
+        return Actor(world, other, Fixed(torch.ones(3)), 3, 0, torch.device("cpu"))
+
+    one, two = actor(), actor()
+    one.unroll()
+    two.load_state_dict(through_a_file(one.state_dict()))
+    for _ in range(4):
+        mine, theirs = one.unroll()[1], two.unroll()[1]
+        assert mine == theirs
+        assert all(len(e.asked) == 2 for e in mine)
+
+
+def test_what_was_asked_for_is_summed_up():
+    blank = Episode(0, 1.0, 5, 5, (1.0,), False)
+    assert commanded([]) == commanded([blank]) == {}
+    one = commanded([blank._replace(asked=(2.0,)), blank._replace(asked=(4.0,))])
+    assert one["asked"]["mean"] == 3.0 and set(one) == {"asked"}
+    two = commanded([blank._replace(asked=(2.0, 10.0)), blank._replace(asked=(4.0, 20.0))])
+    assert two["asked"]["mean"] == 3.0 and two["asked_steps"]["mean"] == 15.0
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sampled"])
+def test_games_are_played_as_told(mode):
+    world = Catch(rows=5).make(3, 0, 0, 1)
+    agent = Udrl(head=(4,)).agent(world.spec, Net(), Ff())
+    agent.aim_at(aim(np.array([[7.0, 7.0]]), spread=5.0))
+    tell(agent, (0.5, 4.0))
+    for epsilon in (0.0, 0.5):
+        games = play(agent, world, 7, mode, generator(), epsilon=epsilon)
+        assert [e.asked for e in games] == [(0.5, 4.0)] * 7
+
+
+# -- whole runs -------------------------------------------------------------------------------------------------------
+
+SHORT: dict[str, Any] = {
+    "unroll": 7, "batch_size": 32, "head": (8,), "warmup": 20, "ratio": 0.05, "capacity": 60, "best": 20, "latest": 20
+}  # fmt: skip
+ALGOS: dict[str, Commanded] = {
+    "udrl": Udrl(**SHORT, average=0.9, sharpen=2.0, sharpen_over=500),
+    "rcp-a": Rcp(**SHORT, critic_every=8, critic_head=(8,)),
+    "rcp-r": Rcp(**SHORT, command="return"),
+}
+CORES: dict[str, Any] = {"ff": Ff(), "lstm": Lstm(hidden=8), "delta-net": DELTA}
+
+
+def short(algo: Commanded, core: Any, frames: int = 1_500) -> Experiment:
+    return tiny(
+        Catch(rows=5, columns=3), algo=algo, core=core, net=Net(encoder=Mlp(8)), frames=frames,
+        runtime=Local(envs=6, threads=1),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("name", ALGOS)
+def test_half_a_run_resumed_equals_the_whole_run_bit_for_bit(name, core, tmp_path):
+    experiment = short(ALGOS[name], CORES[core])
+    whole = bestiary.train(experiment, tmp_path / "whole")
+    parts = interrupted(experiment, tmp_path / "parts", 800)
+    assert same(weights(whole), weights(parts))
+    assert rows(whole) == rows(parts)
+    assert rows(whole, "episodes.csv") == rows(parts, "episodes.csv")
+    last = rows(whole)[-1]
+    assert int(last["updates"]) > 45
+    assert float(last["updates_per_step"]) == pytest.approx(0.05, rel=0.05)
+    assert not weights(whole)["untrained"] and weights(whole)["pool"].any()
+
+
+OTHERS: dict[str, Commanded] = {
+    "udrl, per episode": Udrl(**SHORT | {"ratio": 0.2}, per="episode", source="spread", keep="best"),
+    "udrl, windows": Udrl(**SHORT, window=3, burn_in=2, draw="moves", source="peak", moves=150),
+    "rcp-a, joint": Rcp(**SHORT, critic="joint", source="peak", critic_every=5, redraw=True, critic_head=(8,)),
+    "rcp-r, discounted": Rcp(**SHORT, command="to-go", source="peak", network="gates"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_mixtures_of_the_parts_run_and_resume_too(name, tmp_path):
+    experiment = short(OTHERS[name], Lstm(hidden=8), frames=1_000)
+    whole = bestiary.train(experiment, tmp_path / "whole")
+    assert same(weights(whole), weights(interrupted(experiment, tmp_path / "parts", 500)))
+    assert int(rows(whole)[-1]["updates"]) > 30
+
+
+def test_episodes_shorter_than_the_time_between_two_surveys_are_learnt_from(tmp_path):
+    """All that was judged is gone long before the critic is asked again."""
+    algo = replace(ALGOS["rcp-a"], critic_every=1_000, capacity=10)
+    run = bestiary.train(short(algo, Ff(), frames=1_000), tmp_path / "run")
+    assert int(rows(run)[-1]["updates"]) > 30
+
+
+def test_a_run_is_evaluated_as_told(tmp_path):
+    run = bestiary.train(short(ALGOS["udrl"], Ff(), frames=400), tmp_path / "run")
+    usual = bestiary.evaluate(run, 5, modes=("greedy",), threads=1)
+    asked = bestiary.evaluate(run, 5, modes=("greedy", "sampled"), threads=1, command=(0.75, 4.0))
+    assert usual["protocol"]["command"] is None and asked["protocol"]["command"] == (0.75, 4.0)
+    for mode in ("greedy", "sampled"):
+        assert asked[mode]["asked"]["min"] == asked[mode]["asked"]["max"] == 0.75
+        assert asked[mode]["asked_steps"]["mean"] == 4.0
+    assert asked["file"].endswith("-command0.75-4.json") and usual["file"] != asked["file"]
+    assert {"asked", "asked_steps"} <= set(usual["greedy"])
+    with pytest.raises(UserError, match="2 numbers, not 1"):
+        bestiary.evaluate(run, 5, threads=1, command=(1.0,))
+    with pytest.raises(UserError, match="a horizon of 0 moves is too short"):
+        bestiary.evaluate(run, 5, threads=1, command=(1.0, 0.0))
+    other = bestiary.train(tiny(frames=200), tmp_path / "other")
+    with pytest.raises(UserError, match="--command is for agents that follow commands"):
+        bestiary.evaluate(other, 5, threads=1, command=(1.0,))
+
+
+def test_a_command_is_given_in_the_terminal(tmp_path, capsys):
+    run = bestiary.train(short(ALGOS["udrl"], Ff(), frames=400), tmp_path / "run")
+    few = ["--episodes", "3", "--mode", "greedy", "--threads", "1"]
+    assert cli.main(["eval", str(run.path), *few, "--command", "0.75,4"]) == 0
+    (written,) = run.path.glob("eval-*-command0.75-4.json")
+    assert json.loads(written.read_text())["greedy"]["asked"]["mean"] == 0.75
+    other = bestiary.train(tiny(frames=200), tmp_path / "other")
+    capsys.readouterr()
+    for path, command, sentence in (
+        (run.path, "1", "a command of this agent is a return and a number of moves: 2 numbers, not 1"),
+        (run.path, "1,0", "a horizon of 0 moves is too short: ask for at least 1"),
+        (run.path, "much", "'much' is not a list of numbers; write it like 200,300"),
+        (other.path, "1", "--command is for agents that follow commands (Udrl, Rcp); this one does not"),
+    ):
+        assert cli.main(["eval", str(path), *few, "--command", command]) == 2
+        assert capsys.readouterr().err == f"bestiary: {sentence}\n"
+
+
+def test_evaluations_during_training_tell_what_was_asked_for(tmp_path):
+    experiment = replace(short(ALGOS["rcp-r"], Ff(), frames=400), evaluation=Evaluation(episodes=3))
+    run = bestiary.train(experiment, tmp_path / "run")
+    assert float(rows(run, "evaluations.csv")[-1]["asked"]) == pytest.approx(weights(run)["pool"].item(), rel=1e-4)
+
+
+# -- it learns --------------------------------------------------------------------------------------------------------
+
+
+def score(experiment: Experiment, path: Any) -> float:
+    run = bestiary.train(experiment, path)
+    return bestiary.evaluate(run, 200, modes=("greedy",), threads=1)["greedy"]["game"]["mean"]
+
+
+QUICK: dict[str, Any] = {
+    "unroll": 5, "batch_size": 128, "capacity": 400, "warmup": 40, "ratio": 1 / 16, "head": (64,),
+    "optimizer": AdamW(lr=3e-3),
+}  # fmt: skip
+LEARNERS: dict[str, Commanded] = {
+    "udrl": Udrl(**QUICK),
+    "rcp-r": Rcp(**QUICK, command="return"),
+    "rcp-a": Rcp(**QUICK, critic_every=16, critic_head=(32,), value_scale=1.0, critic_optimizer=AdamW(lr=3e-3)),
+}
+CATCH = tiny(Catch(rows=6), net=BARE, core=Ff(), runtime=Local(envs=16, threads=1), frames=8_000)
+
+
+@pytest.mark.learns
+@pytest.mark.parametrize("name", LEARNERS)
+def test_it_learns_to_catch(name, tmp_path):
+    assert score(replace(CATCH, algo=LEARNERS[name]), tmp_path / "run") > 0.9  # at random: -0.6
+    if name == "rcp-a":  # who asks for bad moves gets them
+        told = bestiary.evaluate(tmp_path / "run", 200, modes=("greedy",), threads=1, command=(-2.0,))
+        assert told["greedy"]["game"]["mean"] < 0.5
+
+
+RECALL = replace(CATCH, env=Recall(delay=3, cues=3), algo=Udrl(**QUICK | {"head": (32,)}), frames=8_000)
+
+
+@pytest.mark.learns
+def test_udrl_with_an_lstm_recalls(tmp_path):
+    assert score(replace(RECALL, core=Lstm(hidden=32)), tmp_path / "run") > 0.9
+
+
+@pytest.mark.learns
+def test_udrl_without_memory_stays_at_chance_on_recall(tmp_path):
+    assert score(RECALL, tmp_path / "run") < 0.48  # chance is a third, 200 games

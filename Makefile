@@ -11,7 +11,7 @@ train: setup            ## train the default job, evaluate it, say where the res
 	$(BIN)/bestiary eval runs/latest
 
 test: check             ## lint, types and the test suite
-	$(BIN)/python -m pytest -n auto --dist worksteal
+	$(BIN)/python -m pytest -n auto --dist worksteal --durations=15
 
 setup: $(VENV)/.setup-done
 

@@ -1064,8 +1064,7 @@ def short(algo: Commanded, core: Any, frames: int = 1_500) -> Experiment:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("core", CORES)
-@pytest.mark.parametrize("name", ALGOS)
+@pytest.mark.parametrize(("name", "core"), list(zip(ALGOS, CORES, strict=True)))  # each once: they do not interact
 def test_half_a_run_resumed_equals_the_whole_run_bit_for_bit(name, core, tmp_path):
     experiment = short(ALGOS[name], CORES[core])
     whole = bestiary.train(experiment, tmp_path / "whole")

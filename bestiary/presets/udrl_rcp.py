@@ -94,7 +94,7 @@ rcp_a_repo = replace(
 # -- ours -------------------------------------------------------------------------------------------------------------
 
 rcp_a = Experiment(
-    env=LunarLander(limit=400, backend="envpool"),
+    env=LunarLander(backend="envpool"),  # a shorter limit makes hovering pay
     algo=Rcp(
         discount=0.999,
         beta=0.5,
@@ -115,6 +115,7 @@ rcp_a = Experiment(
 
 rcp_r = replace(
     rcp_a,
+    env=replace(rcp_a.env, limit=400),
     algo=replace(
         rcp_a.algo,
         command="return",
@@ -128,6 +129,7 @@ rcp_r = replace(
 
 udrl = replace(
     rcp_a,
+    env=replace(rcp_a.env, limit=400),
     algo=Udrl(
         adjust=True,
         max_return=320.0,

@@ -404,30 +404,21 @@ class CommandLearner:
 
     # -- checkpoints -------------------------------------------------------------------------------
 
+    def _parts(self) -> dict[str, Any]:
+        """What a checkpoint needs beside the agent."""
+        online = None if self.online is self.agent else self.online
+        parts = {"online": online, "critic": self.critic, "critic_optimizer": self.critic_optimizer}
+        return {"optimizer": self.optimizer} | {name: part for name, part in parts.items() if part is not None}
+
     def state_dict(self) -> Snapshot:
-        state: Snapshot = {
-            "optimizer": self.optimizer.state_dict(),
-            "updates": self.updates,
-            "peak": [self.peak, self.peak_std, self.peak_since],
-        }
-        if self.online is not self.agent:
-            state["online"] = self.online.state_dict()
-        if self.critic is not None:
-            state["critic"] = self.critic.state_dict()
-        if self.critic_optimizer is not None:
-            state["critic_optimizer"] = self.critic_optimizer.state_dict()
-        return state
+        state: Snapshot = {name: part.state_dict() for name, part in self._parts().items()}
+        return state | {"updates": self.updates, "peak": [self.peak, self.peak_std, self.peak_since]}
 
     def load_state_dict(self, state: Snapshot) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
+        for name, part in self._parts().items():
+            part.load_state_dict(state[name])
         self.updates = state["updates"]
         self.peak, self.peak_std, self.peak_since = state["peak"]
-        if self.online is not self.agent:
-            self.online.load_state_dict(state["online"])
-        if self.critic is not None:
-            self.critic.load_state_dict(state["critic"])
-        if self.critic_optimizer is not None:
-            self.critic_optimizer.load_state_dict(state["critic_optimizer"])
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ rcp_a = Experiment(
         smoothing=0.01,
         average=0.995,
         sharpen=2.5,
-        sharpen_over=600_000,
+        sharpen_over=1_000_000,
         optimizer=AdamW(lr=1e-3),
     ),
     core=Ff(),
@@ -115,7 +115,6 @@ rcp_a = Experiment(
 
 rcp_r = replace(
     rcp_a,
-    env=replace(rcp_a.env, limit=400),
     algo=replace(
         rcp_a.algo,
         command="return",
@@ -129,19 +128,21 @@ rcp_r = replace(
 
 udrl = replace(
     rcp_a,
-    env=replace(rcp_a.env, limit=400),
     algo=Udrl(
-        adjust=True,
+        top=50,
         max_return=320.0,
+        adjust=True,
+        ratio=1 / 32,
         warmup=200,
+        head=(256, 256),
         shift=(100.0, 150.0),
         scale=(1 / 100, 1 / 150),
         normalise=True,
         smoothing=0.03,
         average=0.995,
         sharpen=2.5,
-        sharpen_over=1_500_000,
-        optimizer=AdamW(lr=1e-3),
+        sharpen_over=1_000_000,
+        optimizer=AdamW(lr=5e-4),
     ),
     frames=10_000_000,
     evaluation=Evaluation(every=500_000, episodes=50),

@@ -4,6 +4,7 @@ import dataclasses
 import re
 import types
 import typing
+from collections.abc import Callable
 from decimal import Decimal
 from typing import Annotated, Any
 
@@ -50,16 +51,6 @@ Count = Annotated[
         str_from_instance=lambda x: [str(x)],
     ),
 ]
-Counts = Annotated[
-    tuple[int, ...],
-    tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="N,N,..",
-        instance_from_str=lambda args: parse_counts(args[0]),
-        is_instance=lambda x: isinstance(x, tuple),
-        str_from_instance=lambda x: [",".join(map(str, x))],
-    ),
-]
 
 
 def parse_numbers(text: str) -> tuple[float, ...]:
@@ -69,16 +60,19 @@ def parse_numbers(text: str) -> tuple[float, ...]:
         raise UserError(f"{text!r} is not a list of numbers; write it like 200,300") from None
 
 
-Numbers = Annotated[
-    tuple[float, ...],
-    tyro.constructors.PrimitiveConstructorSpec(
+def _listed(metavar: str, parse: Callable[[str], tuple[Any, ...]]) -> Any:
+    """One word with commas between its parts."""
+    return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
-        metavar="X,X,..",
-        instance_from_str=lambda args: parse_numbers(args[0]),
+        metavar=metavar,
+        instance_from_str=lambda args: parse(args[0]),
         is_instance=lambda x: isinstance(x, tuple),
         str_from_instance=lambda x: [",".join(map(str, x))],
-    ),
-]
+    )
+
+
+Counts = Annotated[tuple[int, ...], _listed("N,N,..", parse_counts)]
+Numbers = Annotated[tuple[float, ...], _listed("X,X,..", parse_numbers)]
 
 
 def encode(value: Any) -> Any:

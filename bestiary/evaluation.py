@@ -18,8 +18,7 @@ from torch import Tensor
 
 from bestiary import stats
 from bestiary.actor import Actor
-from bestiary.algos.base import Agent, load_weights
-from bestiary.algos.commanded import CommandAgent
+from bestiary.algos.base import Agent, Wrapped, load_weights
 from bestiary.config import differences, encode
 from bestiary.envs import Atari, EnvConfig
 from bestiary.envs.base import for_evaluation, references
@@ -38,17 +37,13 @@ ROWS = 32  # between two looks at what has ended
 ATTEMPTS = 20  # games per wanted positive one, before giving up
 
 
-class Slips(Agent):
+class Slips(Wrapped):
     """Another agent, but with a chance of epsilon it does anything at all."""
 
     def __init__(self, agent: Agent, epsilon: float, num_actions: int) -> None:
-        super().__init__()
-        self.agent = agent
+        super().__init__(agent)
         self.epsilon = torch.tensor(epsilon)
         self.num_actions = num_actions
-
-    def initial_state(self, batch_size: int) -> State:
-        return self.agent.initial_state(batch_size)
 
     def act(
         self, step: TimeStep, state: State, explore: Tensor | None, rng: torch.Generator
@@ -107,11 +102,18 @@ def build_agent(experiment: Experiment, spec: Spec, weights: dict[str, torch.Ten
     return agent.to(device).eval()
 
 
-def tell(agent: Agent, command: tuple[float, ...]) -> None:
-    """Set by hand what an agent is to reach."""
-    if not isinstance(agent, CommandAgent):
-        raise UserError("--command is for agents that follow commands (Udrl, Rcp); this one does not")
-    agent.tell(command)
+def played_in(experiment: Experiment, env: EnvConfig | None) -> tuple[Experiment, list[str]]:
+    """A run's experiment where its agent is played (None: as usual), and what is not as usual there."""
+    usual = for_evaluation(experiment.env)
+    chosen = usual if env is None else env
+    return replace(experiment, env=chosen), differences(encode(usual), encode(chosen))
+
+
+def protocol_name(epsilon: float, command: tuple[float, ...] | None, changed: list[str]) -> str:
+    """What sets a protocol apart, as part of a file's name."""
+    slips = f"-epsilon{epsilon:g}" if epsilon else ""
+    told = "" if command is None else "-command" + "-".join(f"{x:g}" for x in command)
+    return slips + told + "".join("-" + re.sub(r"[^\w.]+", "-", change).strip("-") for change in changed)
 
 
 def commanded(episodes: list[Episode]) -> dict[str, Any]:
@@ -173,10 +175,7 @@ def evaluate(
     if not 0 <= epsilon <= 1:
         raise UserError(f"epsilon={epsilon} must lie in [0, 1]")
     run = run if isinstance(run, Run) else Run(run)
-    experiment = run.experiment()
-    usual = for_evaluation(experiment.env)
-    changed = [] if env is None else differences(encode(usual), encode(env))
-    experiment = replace(experiment, env=usual if env is None else env)
+    experiment, changed = played_in(run.experiment(), env)
     saved = run.load(checkpoint)
     where = choose_device(device)
     keep_memory()
@@ -190,7 +189,7 @@ def evaluate(
         try:
             agent = build_agent(experiment, world.spec, saved.weights, where)
             if command is not None:
-                tell(agent, command)
+                agent.tell(command)
             rng = torch.Generator(where).manual_seed(derive(experiment.seed, stream, ACTIONS))
             return world.spec, play(agent, world, episodes, mode, rng, accept, epsilon=epsilon)
         finally:
@@ -223,10 +222,8 @@ def evaluate(
     if known is not None:
         out["references"] = known._asdict()
     which = "" if len(modes) == 2 else f"-{modes[0]}"
-    kind = ("-positive" if positive_only else "") + (f"-epsilon{epsilon:g}" if epsilon else "")
-    kind += "" if command is None else "-command" + "-".join(f"{x:g}" for x in command)
-    elsewhere = "".join("-" + re.sub(r"[^\w.]+", "-", change).strip("-") for change in changed)
-    name = f"eval-{saved.meta['frames']}-{runs}x{episodes}-seed{seed}{which}{kind}{elsewhere}.json"
+    kind = ("-positive" if positive_only else "") + protocol_name(epsilon, command, changed)
+    name = f"eval-{saved.meta['frames']}-{runs}x{episodes}-seed{seed}{which}{kind}.json"
     run.write(name, json.dumps(out, indent=2))
     return out | {"file": str(run.path / name)}
 

@@ -1,10 +1,8 @@
 """Games to look at: what a spectator sees, and beneath it the score, the step, the action and the command."""
 
 import math
-import re
 import subprocess
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -15,13 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bestiary.algos.base import Agent
-from bestiary.config import differences, encode
+from bestiary.algos.base import Agent, Wrapped
 from bestiary.envs import EnvConfig
-from bestiary.envs.base import for_evaluation
 from bestiary.envs.world import World
 from bestiary.errors import UserError
-from bestiary.evaluation import Mode, Slips, build_agent, play, tell
+from bestiary.evaluation import Mode, Slips, build_agent, play, played_in, protocol_name
 from bestiary.experiment import Experiment
 from bestiary.extras import require
 from bestiary.machine import choose_device, cores, keep_memory, set_threads
@@ -165,23 +161,19 @@ def frame(picture: Picture, words: dict[str, str], scale: int | None = None) -> 
 # -- games --------------------------------------------------------------------------------------------------------
 
 
-class Filming(Agent):
+class Filming(Wrapped):
     """Another agent, watched: what it sees in the first slot, and does there, becomes a frame.
 
     A frame is shown with the next row, which tells whether it was a game's last: that one stays for a second.
     """
 
     def __init__(self, agent: Agent, world: World, mp4: Mp4, episodes: int, scale: int | None) -> None:
-        super().__init__()
-        self.agent = agent
+        super().__init__(agent)
         self.world, self.mp4 = world, mp4
         self.episodes, self.scale = episodes, scale
         self.game = self.steps = 0
         self.score = 0.0
         self.waiting: tuple[Picture, dict[str, str]] | None = None
-
-    def initial_state(self, batch_size: int) -> State:
-        return self.agent.initial_state(batch_size)
 
     def act(
         self, step: TimeStep, state: State, explore: Tensor | None, rng: torch.Generator
@@ -242,7 +234,7 @@ def film(
         with torch.random.fork_rng(devices=[]):  # a new network draws from the stream that training draws from
             agent = build_agent(experiment, world.spec, weights, device)
         if command is not None:
-            tell(agent, command)
+            agent.tell(command)
         agent = Slips(agent, epsilon, world.spec.num_actions) if epsilon else agent
         rng = torch.Generator(device).manual_seed(derive(experiment.seed, stream, ACTIONS))
         with Mp4(path, fps or natural) as mp4:
@@ -301,15 +293,10 @@ def video(
         raise UserError(f"epsilon={epsilon} must lie in [0, 1]")
     check_extra()
     run = run if isinstance(run, Run) else Run(run)
-    experiment = run.experiment()
-    usual = for_evaluation(experiment.env)
-    changed = [] if env is None else differences(encode(usual), encode(env))
-    experiment = replace(experiment, env=usual if env is None else env)
+    experiment, changed = played_in(run.experiment(), env)
     saved = run.load(checkpoint)
-    kind = ("" if mode == "greedy" else f"-{mode}") + (f"-epsilon{epsilon:g}" if epsilon else "")
-    kind += "" if command is None else "-command" + "-".join(f"{x:g}" for x in command)
-    elsewhere = "".join("-" + re.sub(r"[^\w.]+", "-", change).strip("-") for change in changed)
-    path = Path(out) if out else run.path / f"video-{saved.meta['frames']}-seed{seed}{kind}{elsewhere}.mp4"
+    kind = ("" if mode == "greedy" else f"-{mode}") + protocol_name(epsilon, command, changed)
+    path = Path(out) if out else run.path / f"video-{saved.meta['frames']}-seed{seed}{kind}.mp4"
     keep_memory()
     where = choose_device(device)
     games = film(experiment, saved.weights, where, path, episodes, mode, seed, fps, scale, epsilon, command)

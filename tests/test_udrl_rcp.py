@@ -24,7 +24,7 @@ from bestiary.algos.commanded import NETWORKS, CommandAgent, Commanded, CommandL
 from bestiary.cores import DeltaNet, Ff, Lstm
 from bestiary.envs import Catch, Gym, Recall
 from bestiary.errors import UserError
-from bestiary.evaluation import commanded, play, tell
+from bestiary.evaluation import commanded, play
 from bestiary.experiment import Evaluation, Experiment
 from bestiary.exploration import Fixed
 from bestiary.nets import Mlp, Net
@@ -940,7 +940,7 @@ def test_a_command_has_as_many_numbers_as_the_agent_knows():
 
 def test_agents_without_commands_cannot_be_told_any():
     with pytest.raises(UserError, match=r"--command is for agents that follow commands \(Udrl, Rcp\); this one does"):
-        tell(Impala().agent(LANDER, BARE, Ff()), (5.0,))
+        Impala().agent(LANDER, BARE, Ff()).tell((5.0,))
 
 
 @pytest.mark.parametrize("cfg", [Udrl(cut_penalty=3.0, adjust=True), Rcp(), Rcp(command="return", burn_in=2)])
@@ -1038,7 +1038,7 @@ def test_games_are_played_as_told(mode):
     world = Catch(rows=5).make(3, 0, 0, 1)
     agent = Udrl(head=(4,)).agent(world.spec, Net(), Ff())
     agent.aim_at(aim(np.array([[7.0, 7.0]]), spread=5.0))
-    tell(agent, (0.5, 4.0))
+    agent.tell((0.5, 4.0))
     for epsilon in (0.0, 0.5):
         games = play(agent, world, 7, mode, generator(), epsilon=epsilon)
         assert [e.asked for e in games] == [(0.5, 4.0)] * 7

@@ -36,6 +36,21 @@ class Agent(nn.Module):
         """step is [B, ...] -> action [B], aux, state. explore is [B], in [0, 1]; None: play the best move."""
         raise NotImplementedError
 
+    def tell(self, command: tuple[float, ...]) -> None:
+        """Set by hand what to reach."""
+        raise UserError("--command is for agents that follow commands (Udrl, Rcp); this one does not")
+
+
+class Wrapped(Agent):
+    """Another agent, with something done on the way: subclasses write `act`."""
+
+    def __init__(self, agent: Agent) -> None:
+        super().__init__()
+        self.agent = agent
+
+    def initial_state(self, batch_size: int) -> State:
+        return self.agent.initial_state(batch_size)
+
 
 def load_weights(agent: Agent, weights: dict[str, Tensor], other: str) -> None:
     """Weights into the network they were learnt in; `other` says than what it would be another one."""

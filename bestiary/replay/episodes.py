@@ -328,10 +328,9 @@ class EpisodeReplay(Drawn):
         }
 
     def state_dict(self) -> Snapshot:
-        plain = tree.map(lambda x: x, [list(map(_plain, parts)) for parts in self.open])
         state: Snapshot = self.meter.state_dict() | {
             "streams": self.cfg.streams,
-            "open": [[tree.map(torch.clone, part) for part in parts] for parts in plain],
+            "open": [[tree.map(torch.clone, _plain(part)) for part in parts] for parts in self.open],
             "held": [torch.from_numpy(column) for column in self.held],
             "begins": torch.from_numpy(self.begins),
             "arrived": self.arrived,

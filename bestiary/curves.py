@@ -185,12 +185,12 @@ def telling(found: Sequence[Mapping[str, str]]) -> tuple[list[str], list[str]]:
 
 
 def find_metric(name: str) -> Metric:
-    """score, success: of games while training; eval, eval.COLUMN: greedy evaluations; else a column of metrics.csv."""
+    """score, success: of games while training; eval, eval.COLUMN: evaluations; else a column of metrics.csv."""
     if name in ("score", "success"):
         return Metric("episodes", name, f"{name} while training")
     head, _, column = name.partition(".")
     if head == "eval":
-        return Metric("evaluations", column or "score", f"{column or 'score'} of greedy evaluations".replace("_", " "))
+        return Metric("evaluations", column or "score", f"{column or 'score'} of evaluations".replace("_", " "))
     return Metric("metrics", name, name.replace("_", " "))
 
 

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,9 +30,8 @@ from bestiary.machine import choose_device, cores, keep_memory, set_threads
 from bestiary.ops.policy import epsilon_greedy
 from bestiary.run import Run
 from bestiary.seeding import ACTIONS, EVAL, derive, substream
-from bestiary.types import Episode, Spec, State, TimeStep
+from bestiary.types import Episode, Mode, Spec, State, TimeStep
 
-Mode = Literal["greedy", "sampled"]
 ROWS = 32  # between two looks at what has ended
 ATTEMPTS = 20  # games per wanted positive one, before giving up
 
@@ -237,7 +236,7 @@ def evaluated_in(experiment: Experiment) -> EnvConfig:
 def prepare(
     experiment: Experiment, weights: dict[str, Tensor], device: torch.device, threads: int
 ) -> Callable[[Callable[[], bool]], list[Episode]]:
-    """During training: greedy games in a world of their own, with a copy of the weights.
+    """During training: games in a world of their own, with a copy of the weights.
 
     All is built here and now; what is returned plays, until it is done or told to stop, in whatever thread.
     """
@@ -253,7 +252,7 @@ def prepare(
 
     def games(stop: Callable[[], bool]) -> list[Episode]:
         try:
-            return play(agent, world, plan.episodes, "greedy", rng, stop=stop, epsilon=plan.epsilon)
+            return play(agent, world, plan.episodes, plan.mode, rng, stop=stop, epsilon=plan.epsilon)
         finally:
             world.close()
 

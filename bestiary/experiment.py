@@ -14,11 +14,12 @@ from bestiary.envs import Atari, Catch, EnvConfig
 from bestiary.errors import UserError
 from bestiary.nets import Net
 from bestiary.runtime import Local, RuntimeConfig
+from bestiary.types import Mode
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Games on seeds never trained on, played greedily but for `epsilon`."""
+    """Games on seeds never trained on."""
 
     every: Count | None = None
     """frames between evaluations; None: only at the end"""
@@ -26,6 +27,8 @@ class Evaluation:
     """whole games per evaluation; 0: never evaluate"""
     beside: bool = False
     """play in a thread of its own while training goes on; one that is due while the last still plays is left out"""
+    mode: Mode = "greedy"
+    """play the best action, or one drawn from the policy; `best` is the checkpoint that does this best"""
     epsilon: float = 0.0
     """chance of an action at random in evaluation games"""
     lives: Literal["as trained", "all", "one"] = "as trained"

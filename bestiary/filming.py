@@ -17,13 +17,13 @@ from bestiary.algos.base import Agent, Wrapped
 from bestiary.envs import EnvConfig
 from bestiary.envs.world import World
 from bestiary.errors import UserError
-from bestiary.evaluation import Mode, Slips, build_agent, play, played_in, protocol_name
+from bestiary.evaluation import Slips, build_agent, play, played_in, protocol_name
 from bestiary.experiment import Experiment
 from bestiary.extras import require
 from bestiary.machine import choose_device, cores, keep_memory, set_threads
 from bestiary.run import Run
 from bestiary.seeding import ACTIONS, EVAL, derive, substream
-from bestiary.types import Episode, State, TimeStep
+from bestiary.types import Episode, Mode, State, TimeStep
 
 Picture = NDArray[np.uint8]  # [height, width, RGB]
 

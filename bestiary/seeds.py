@@ -16,11 +16,12 @@ from rich.table import Table
 from bestiary.checkpoint import BadCheckpoint
 from bestiary.display import count, duration
 from bestiary.errors import UserError
-from bestiary.evaluation import Mode, evaluate
+from bestiary.evaluation import evaluate
 from bestiary.experiment import Experiment
 from bestiary.jobs import Ended, evaluations, finished, frames, run_all, workers
 from bestiary.run import EXPERIMENT, Run
 from bestiary.stats import iqm, stratified_bootstrap, summary
+from bestiary.types import Mode
 
 METRICS = ("score", "success")  # of evaluations.csv; the second only where the environment says what success is
 MANY = 1_000  # more seeds than these are a slip of the finger

@@ -1,12 +1,13 @@
 """The vocabulary: what the world says, what an actor records, what a learner returns."""
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 State = tuple[Tensor, ...]  # memory: every leaf is [B, ...]; () remembers nothing
 Metrics = dict[str, Tensor]
+Mode = Literal["greedy", "sampled"]  # the best action, or one drawn from the policy
 
 
 class Spec(NamedTuple):

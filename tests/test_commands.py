@@ -210,6 +210,8 @@ def test_a_percentile_is_of_returns_or_of_what_was_said_of_moves():
     assert Rcp(percentile=75.0).aim(held(slice(0, 0)), np.zeros(0)).pool.tolist() == [[0.0]]  # nothing said yet
     by_return = Rcp(command="return", percentile=100.0)
     assert by_return.aim(held(), said).pool.item() == RETURNS.max()
+    by_move = Rcp(command="to-go", percentile=100.0)
+    assert by_move.aim(held(), said).pool.item() == pytest.approx(said.max(), rel=1e-6)
     adjusted = Rcp(command="return", percentile=0.0, adjust=True)
     assert adjusted.aim(held(), said).pool.item() == pytest.approx(held().label.min(), rel=1e-6)
 

@@ -796,6 +796,24 @@ def test_commands_come_from_what_was_said_of_the_moves_held():
     assert len(told) == 2 and set(told[1][0]) < set(numbers)
 
 
+def test_commands_may_come_from_what_every_move_still_earned():
+    script, told = Script(301), []
+
+    def listen(held: Held, reached: np.ndarray) -> Aim:
+        told.append(np.sort(reached))
+        return aim(np.array([0.0]))
+
+    cfg = settings(aim=listen, by_move=True)
+    draw(fill(build(cfg), script))
+    naive = Naive(cfg)
+    for start in range(0, script.length - 5, 5):
+        naive.add(script, start, 5)
+    expected = sorted(e.to_go(move, cfg.discount) for e in naive.kept for move in range(e.moves))
+    np.testing.assert_allclose(told[0], expected, rtol=1e-5, atol=1e-5)
+    draw(fill(build(replace(cfg, by_move=False)), script))
+    assert not len(told[1])  # nobody asks, so nothing is worked out
+
+
 def test_what_is_said_too_late_is_dropped(monkeypatch):
     """Episodes that make room for others between being shown and being judged, or before they are shown."""
     monkeypatch.setattr(module, "SURVEYED", 100)

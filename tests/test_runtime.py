@@ -249,11 +249,20 @@ def test_evaluation_never_touches_the_training_stream(beside, tmp_path):
     for core in (Lstm(hidden=8), dropout):  # one draws random numbers while it learns
         experiment = tiny(core=core, frames=1_500)
         plain = bestiary.train(experiment, tmp_path / f"{core} plain")
-        often = Evaluation(every=300, episodes=5, epsilon=0.3, beside=beside)
+        often = Evaluation(every=300, episodes=5, mode="sampled", epsilon=0.3, beside=beside)
         evaluated = bestiary.train(replace(experiment, evaluation=often), tmp_path / f"{core} evaluated")
         assert len(rows(evaluated, "evaluations.csv")) > 1
         assert same(weights(plain), weights(evaluated))
         assert rows(plain) == rows(evaluated)
+
+
+def test_evaluations_play_as_they_are_told(tmp_path, monkeypatch):
+    modes = []
+    really = evaluation.play
+    monkeypatch.setattr(evaluation, "play", lambda *args, **kw: (modes.append(args[3]), really(*args, **kw))[1])
+    for mode in ("greedy", "sampled"):
+        bestiary.train(tiny(frames=100, evaluation=Evaluation(episodes=2, mode=mode)), tmp_path / mode)
+    assert modes == ["greedy", "sampled"]
 
 
 # -- evaluation beside training ----------------------------------------------------------------------------------

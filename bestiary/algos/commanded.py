@@ -206,7 +206,7 @@ class CommandAgent(Agent):
                 command = reduce(command, torch.zeros_like(step.reward), 1.0, most)
         command = torch.where(drawn, fresh, command)
         lots = torch.rand(len(command), generator=rng, device=fresh.device)
-        bold = lots if explore is None else torch.where(explore > 0, lots, 1.0)
+        bold = lots if explore is None else torch.where(explore > 0, lots, 0.0)
         sharp = torch.where(step.is_first, self.sharpest**bold, sharp)
         row = TimeStep(*(x[None] for x in self.seen(step)))
         h, after = self.torso(row, tuple(memory))
@@ -314,7 +314,7 @@ class CommandLearner:
         if cfg.weighting == "none":
             return valid.to(label.dtype)
         by_episode = t.aux["label"] if cfg.adjust else t.aux["earned"]
-        z = zscore(label[..., 0] if cfg.command == "advantage" else by_episode, valid)
+        z = zscore(by_episode if cfg.command != "advantage" and cfg.weigh == "episodes" else label[..., 0], valid)
         return valid * exponential_weight(z, cfg.beta, cfg.weight_cap)
 
     def update(self, batch: Batch) -> Update:
@@ -476,6 +476,8 @@ class Commanded:
     """points by which an episode that a time limit cut short ranks lower: hovering is not landing"""
     weighting: Literal["none", "exponential"] = "none"
     """exponential: what turned out better counts more"""
+    weigh: Literal["episodes", "moves"] = "episodes"
+    """by what the whole episode earned, or by what the move reached, as its command says; advantages are of moves"""
     beta: float = 1.0
     """the smaller, the more it does"""
     weight_cap: float = 20.0
@@ -553,8 +555,6 @@ class Commanded:
             raise UserError(f"algo.critic-head={self.critic_head} must be layers of at least one unit")
         if self.source == "percentile" and self.horizon:
             raise UserError("algo.source=percentile says nothing of moves: use --algo.no-horizon")
-        if self.source == "percentile" and self.command == "to-go":
-            raise UserError("algo.source=percentile goes with algo.command=return or advantage")
         if self.source == "percentile" and self.command == "advantage" and self.critic == "joint":
             raise UserError(
                 "algo.source=percentile needs algo.critic=own: of a joint critic's advantages none are kept"
@@ -569,13 +569,13 @@ class Commanded:
         """Numbers in a command."""
         return 2 if self.horizon else 1
 
-    def aim(self, held: Held, said: NDArray[Any]) -> Aim:
-        """Where commands come from, given the episodes held and, of advantages, what was said of their moves."""
+    def aim(self, held: Held, reached: NDArray[Any]) -> Aim:
+        """Where commands come from, given the episodes held and, of all but whole returns, what moves reached."""
         returns = held.label if self.adjust and self.command == "return" else held.earned
         if self.command == "to-go" and self.discount < 1:
             returns = held.begun
         if self.source == "percentile":
-            among = said if self.command == "advantage" else returns
+            among = returns if self.command == "return" else reached
             return aim(np.array([np.percentile(among, self.percentile)]) if len(among) else np.zeros(1))
         if self.source == "peak":
             late = returns[-LATEST:]
@@ -614,6 +614,7 @@ class Commanded:
             adjust=self.adjust,
             cut_penalty=self.cut_penalty,
             aim=self.aim,
+            by_move=self.source == "percentile" and self.command == "to-go",
             survey=survey,
         )
 

@@ -14,8 +14,9 @@ from bestiary.config import parse_numbers
 from bestiary.envs import EnvConfig
 from bestiary.envs.base import References, for_evaluation
 from bestiary.errors import UserError
-from bestiary.evaluation import Mode, evaluate
+from bestiary.evaluation import evaluate
 from bestiary.run import EXPERIMENT, Run
+from bestiary.types import Mode
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ class Settings:
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """run directories"""
     metric: str = "score"
-    """score or success of games while training; eval: greedy evaluations; or any column of metrics.csv"""
+    """score or success of games while training; eval: evaluations; or any column of metrics.csv"""
     x: Clock = "frames"
     aggregate: Statistic = "mean"
     """over seeds; iqm: mean of the middle half"""

@@ -11,8 +11,8 @@ from bestiary.config import parse_numbers
 from bestiary.envs import EnvConfig
 from bestiary.envs.base import for_evaluation
 from bestiary.errors import UserError
-from bestiary.evaluation import Mode
 from bestiary.run import EXPERIMENT, Run
+from bestiary.types import Mode
 
 
 @dataclass(frozen=True)

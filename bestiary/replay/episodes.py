@@ -241,10 +241,19 @@ class EpisodeReplay(Drawn):
         """Where commands come from now."""
         if self._aim is None:
             among = self._among()
-            said = self.said[:, 1].numpy() if len(self.said) else np.zeros(0)
-            told = said[concatenated(among.first, among.moves)] if len(said) else said
-            self._aim = self.cfg.aim(among, told)
+            self._aim = self.cfg.aim(among, self._reached(among))
         return self._aim
+
+    def _reached(self, among: Held) -> NDArray[Any]:
+        """By all moves there are: what was said of them, or what they still earned; empty where nobody asks."""
+        if len(self.said):
+            return self.said[:, 1].numpy()[concatenated(among.first, among.moves)]
+        if not self.cfg.by_move or not len(among.number):
+            return np.zeros(0)
+        longest = int(among.moves.max())
+        start = np.zeros_like(among.first)
+        ahead = to_go(self.rows[0].reward.numpy(), among.first, among.moves, start, longest, self.cfg.discount)
+        return ahead[np.arange(longest)[:, None] < among.moves]
 
     # -- what a learner says of rows -------------------------------------------------------------------
 
@@ -433,7 +442,9 @@ class Episodes:
     cut_penalty: float
     """points by which an episode that was cut short ranks lower"""
     aim: Callable[[Held, NDArray[Any]], Aim]
-    """where commands come from, given the episodes held and what was said of their moves"""
+    """where commands come from, given the episodes held and what their moves reached"""
+    by_move: bool = False
+    """it asks for that even where no critic says it: what was still to come"""
     survey: Survey | None = None
 
     def __post_init__(self) -> None:

@@ -98,6 +98,7 @@ rcp_a = Experiment(
     algo=Rcp(
         discount=0.999,
         beta=0.5,
+        moves=60_000,  # of two hundred episodes that hover it would be too long before anything better is all there is
         warmup=200,
         normalise=True,
         smoothing=0.01,
@@ -129,23 +130,25 @@ rcp_r = replace(
 udrl = replace(
     rcp_a,
     algo=Udrl(
-        top=50,
+        top=25,
         max_return=320.0,
+        capacity=500,  # twice as many, and it learns half as fast: what was good a while ago holds it back
+        best=100,
+        latest=100,
         adjust=True,
         ratio=1 / 32,
         warmup=200,
-        head=(256, 256),
         shift=(100.0, 150.0),
         scale=(1 / 100, 1 / 150),
         normalise=True,
         smoothing=0.03,
         average=0.995,
-        sharpen=2.5,
-        sharpen_over=1_000_000,
-        optimizer=AdamW(lr=5e-4),
+        sharpen=1.3,
+        sharpen_over=1_500_000,
+        optimizer=AdamW(lr=1e-3),
     ),
-    frames=10_000_000,
-    evaluation=Evaluation(every=500_000, episodes=50),
+    frames=3_000_000,
+    evaluation=Evaluation(every=250_000, episodes=50, mode="sampled"),
 )
 
 udrl_sparse = replace(udrl, env=replace(udrl.env, sparse=True))

@@ -1,0 +1,203 @@
+"""LunarLander by command: the tracks against what was published, and what each part of ours is worth.
+
+    python benchmarks/lunar_lander.py tracks     # five seeds of each preset, 100 test games each; goes on where it was
+    python benchmarks/lunar_lander.py ablate     # parts changed one by one, two seeds each
+    python benchmarks/lunar_lander.py collect    # runs -> benchmarks/lunar-lander/*.csv
+    python benchmarks/lunar_lander.py tables     # those -> the tables in benchmarks/README.md
+    python benchmarks/lunar_lander.py draw       # ... and docs/pictures/lunar-lander.png
+
+Settings were found on earlier runs, some of the same seeds. The games of the tables chose neither settings nor weights.
+"""
+
+import argparse
+import csv
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+
+from bestiary.stats import bootstrap_interval
+
+HERE = Path(__file__).parent
+RUNS = Path("runs/lunar-lander")
+TABLES = HERE / "lunar-lander"
+PICTURE = HERE.parent / "docs" / "pictures" / "lunar-lander.png"
+
+TRACKS = {"udrl": "UDRL", "udrl-sparse": "UDRL, sparse", "rcp-r": "RCP-R", "rcp-a": "RCP-A"}
+PUBLISHED = {"udrl": (140, 172), "udrl-sparse": (158, 148), "rcp-r": (218, 194), "rcp-a": (203, 139)}  # papers, code
+SEEDS, ABLATED_SEEDS, GAMES = "25..29", "30..31", 100
+
+SHORT = {"rcp-a": "1.5M", "udrl": "1.5M"}  # frames of an ablation
+PARTS: dict[str, dict[str, list[str]]] = {
+    "rcp-a": {
+        "as it is": [],
+        "games cut at 400 moves": ["--env.limit", "400"],
+        "all 200 episodes kept, however long": ["--algo.moves", "None"],
+        "episodes equally likely, not moves": ["--algo.draw", "episodes"],
+        "observations as they are": ["--algo.no-normalise"],
+        "the network itself acts": ["--algo.average", "None"],
+        "50th percentile": ["--algo.percentile", "50"],
+        "99th percentile": ["--algo.percentile", "99"],
+        "never sharpened": ["--algo.sharpen", "1"],
+        "sharpened by up to 2.5": ["--algo.sharpen", "2.5"],
+        "discount 0.99": ["--algo.discount", "0.99"],
+    },
+    "udrl": {
+        "as it is": [],
+        "games cut at 400 moves": ["--env.limit", "400"],
+        "twice the episodes, twice the best": ["--algo.capacity", "1000", "--algo.best", "200", "--algo.latest", "200"],
+        "moves equally likely, not episodes": ["--algo.draw", "moves"],
+        "mean return and mean length as command": ["--algo.source", "spread"],
+        "observations as they are": ["--algo.no-normalise"],
+        "the network itself acts": ["--algo.average", "None"],
+        "ranked by return alone": ["--algo.no-adjust"],
+        "never sharpened": ["--algo.sharpen", "1"],
+        "sharpened by up to 1.6": ["--algo.sharpen", "1.6"],
+        "an update every 16 moves": ["--algo.ratio", str(1 / 16)],
+        "an update every 64 moves": ["--algo.ratio", str(1 / 64)],
+    },
+}
+
+
+def bestiary(*command: str) -> None:
+    subprocess.run([sys.executable, "-m", "bestiary", *command], check=True)
+
+
+def train(preset: str, run: Path, seeds: str, *flags: str) -> None:
+    known = ["--seeds", seeds, "--jobs", "2", "--run", str(run), "--log.no-tensorboard", *flags]
+    bestiary("train", preset, *known)
+    bestiary("eval", str(run), "--checkpoint", "best", "--episodes", str(GAMES))
+
+
+def part_of(preset: str, part: str) -> Path:
+    return RUNS / "parts" / preset / "".join(c if c.isalnum() else "-" for c in part)
+
+
+def tracks() -> None:
+    for preset in TRACKS:
+        train(preset, RUNS / preset, SEEDS)
+
+
+def ablate() -> None:
+    for preset, parts in PARTS.items():
+        for part, flags in parts.items():
+            train(preset, part_of(preset, part), ABLATED_SEEDS, "--frames", SHORT[preset], *flags)
+
+
+# -- tables -----------------------------------------------------------------------------------------------------
+
+
+def tested(run: Path) -> list[dict[str, Any]]:
+    """Of every seed, what its best checkpoint reached in games that had no part in choosing it."""
+    path = run / f"eval-best-1x{GAMES}-seed0.json"
+    return json.loads(path.read_text())["seeds"] if path.exists() else []
+
+
+def log(run: Path, name: str) -> list[dict[str, str]]:
+    with (run / name).open() as file:
+        return list(csv.DictReader(file))
+
+
+def row_of(run: Path, seed: dict[str, Any]) -> dict[str, Any]:
+    metrics = log(run / seed["run"], "metrics.csv")
+    end = metrics[-1]
+    when = np.interp(seed["checkpoint_frames"], *([float(m[k]) for m in metrics] for k in ("frames", "seconds")))
+    return {
+        "seed": seed["seed"],
+        "greedy": f"{seed['greedy']['game']:.1f}",
+        "sampled": f"{seed['sampled']['game']:.1f}",
+        "frames": seed["checkpoint_frames"],
+        "seconds": f"{when:.0f}",
+        "trained_frames": end["frames"],
+        "trained_seconds": f"{float(end['seconds']):.0f}",
+        "updates_per_second": f"{float(end['updates']) / float(end['seconds']):.0f}",
+    }
+
+
+def write(name: str, rows: list[dict[str, Any]]) -> None:
+    TABLES.mkdir(exist_ok=True)
+    with (TABLES / name).open("w", newline="") as file:
+        lines = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        lines.writeheader()
+        lines.writerows(rows)
+
+
+def collect() -> None:
+    ends, curves, parts = [], [], []
+    for track in TRACKS:
+        for seed in tested(RUNS / track):
+            ends.append({"track": track} | row_of(RUNS / track, seed))
+            for row in log(RUNS / track / seed["run"], "evaluations.csv"):
+                score = f"{float(row['score']):.1f}"
+                curves.append({"track": track, "seed": seed["seed"], "frames": row["frames"], "score": score})
+    for preset, all_parts in PARTS.items():
+        for part in all_parts:
+            run = part_of(preset, part)
+            parts += [{"preset": preset, "part": part} | row_of(run, seed) for seed in tested(run)]
+    for name, rows in (("tracks.csv", ends), ("curves.csv", curves), ("parts.csv", parts)):
+        if rows:
+            write(name, rows)
+
+
+def grouped(name: str, *by: str) -> dict[tuple[str, ...], list[dict[str, str]]]:
+    groups: dict[tuple[str, ...], list[dict[str, str]]] = defaultdict(list)
+    for row in log(TABLES, name):
+        groups[tuple(row[key] for key in by)].append(row)
+    return groups
+
+
+def tables() -> None:
+    print("| track | papers / public code | mode | seeds 25 to 29 | mean | 95% interval | frames | minutes a seed |")
+    print("|---" * 8 + "|")
+    for (track,), seeds in grouped("tracks.csv", "track").items():
+        minutes = np.mean([float(seed["trained_seconds"]) for seed in seeds]) / 60
+        for mode in ("greedy", "sampled"):
+            scores = np.array([float(seed[mode]) for seed in seeds])
+            low, high = bootstrap_interval(scores)
+            cells = [TRACKS[track], " / ".join(map(str, PUBLISHED[track])), mode, ", ".join(f"{x:.0f}" for x in scores)]
+            cells += [f"{scores.mean():.1f}", f"[{low:.1f}, {high:.1f}]"]
+            cells += [f"{int(seeds[0]['trained_frames']) / 1e6:.1f}M", f"{minutes:.1f}"]
+            print("| " + " | ".join(cells) + " |")
+    if not (TABLES / "parts.csv").exists():
+        return
+    print("\n| preset | part | greedy, seeds 30 and 31 | sampled |")
+    print("|---" * 4 + "|")
+    for (preset, part), seeds in grouped("parts.csv", "preset", "part").items():
+        cells = [", ".join(f"{float(seed[mode]):.0f}" for seed in seeds) for mode in ("greedy", "sampled")]
+        print("| " + " | ".join([f"`{preset}`", part, *cells]) + " |")
+
+
+def draw() -> None:
+    curves = grouped("curves.csv", "track", "seed")
+    tracks = [track for track in TRACKS if any(key[0] == track for key in curves)]
+    figure, axes = plt.subplots(1, len(tracks), figsize=(3.2 * len(tracks), 3.2), sharey=True, squeeze=False)
+    for ax, track in zip(axes[0], tracks, strict=True):
+        for (name, _), rows in curves.items():
+            if name == track:
+                frames, score = ([float(row[key]) for row in rows] for key in ("frames", "score"))
+                ax.plot(np.array(frames) / 1e6, score, color="tab:blue", alpha=0.7, linewidth=1.3)
+        for value, style, label in zip(PUBLISHED[track], ("--", ":"), ("paper", "public code"), strict=True):
+            ax.axhline(value, color="grey", linestyle=style, linewidth=1, label=label)
+        ax.set_title(TRACKS[track], loc="left", fontsize=11)
+        ax.set_xlabel("moves (millions)")
+        ax.set_ylim(-200, 300)
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0, 0].set_ylabel("score of evaluations")
+    axes[0, 0].legend(frameon=False, loc="lower right")
+    figure.tight_layout()
+    figure.savefig(PICTURE, dpi=120, bbox_inches="tight")
+
+
+if __name__ == "__main__":
+    steps = {step.__name__: step for step in (tracks, ablate, collect, tables, draw)}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("step", choices=steps)
+    steps[parser.parse_args().step]()

@@ -49,8 +49,7 @@ def stored(rewards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def held(which: slice = slice(None)) -> Held:
     """The recorded episodes as a replay that has kept all of them tells of them."""
-    label = (RETURNS - RETURNS.mean()) / RETURNS.std()
-    return table(LENGTHS, earned=RETURNS, begun=GOLDEN["rcp_r/initial_returns"], merit=RETURNS, label=label)[which]
+    return table(LENGTHS, earned=RETURNS, begun=GOLDEN["rcp_r/initial_returns"], merit=RETURNS)[which]
 
 
 def table(moves: np.ndarray, **columns: np.ndarray) -> Held:
@@ -212,8 +211,6 @@ def test_a_percentile_is_of_returns_or_of_what_was_said_of_moves():
     assert by_return.aim(held(), said).pool.item() == RETURNS.max()
     by_move = Rcp(command="to-go", percentile=100.0)
     assert by_move.aim(held(), said).pool.item() == pytest.approx(said.max(), rel=1e-6)
-    adjusted = Rcp(command="return", percentile=0.0, adjust=True)
-    assert adjusted.aim(held(), said).pool.item() == pytest.approx(held().label.min(), rel=1e-6)
 
 
 def test_an_aim_is_a_table_with_one_spread_and_one_noise_per_number():
@@ -309,7 +306,7 @@ def labelled(at: np.ndarray) -> Trajectory:
         "to_go": golden("label/return_to_go")[at][None],
         "horizon": golden("label/horizon")[at][None].double(),
         "earned": golden("label/episode_return")[at][None],
-        "label": torch.from_numpy(held().label[GOLDEN["label/episode"]][at])[None],
+        "merit": golden("label/episode_return")[at][None],
         "advantage": golden("rcp_a/advantage")[at][None],
     }
     return Trajectory(blank, torch.zeros(1, count, dtype=torch.int64), aux, (), torch.zeros(count))
@@ -323,8 +320,6 @@ def test_labels_are_what_was_reached_and_in_how_many_moves():
     short = learner_of(Udrl, command="return", horizon=False, shift=(0.0,), scale=(1.0,)).label(t)
     assert short.shape == (1, 139, 1)
     close(short[0, :, 0], "label/episode_return")
-    adjusted = learner_of(Rcp, command="return", adjust=True).label(t)
-    torch.testing.assert_close(adjusted[..., 0], t.aux["label"], **EXACT)
 
 
 @pytest.mark.parametrize("beta", [1.0, 0.5, 2.0])
@@ -486,7 +481,7 @@ def test_a_replay_labels_every_move_as_recorded(rewards, discount, name):
         np.testing.assert_allclose(t.aux["to_go"][0], GOLDEN[name][at], **SINGLE)
         np.testing.assert_array_equal(t.aux["horizon"][0], GOLDEN["label/horizon"][at])
         np.testing.assert_allclose(t.aux["earned"][0], GOLDEN["label/episode_return"][at], **SINGLE)
-        np.testing.assert_allclose(t.aux["label"][0], held().label[episode], rtol=1e-5)
+        np.testing.assert_allclose(t.aux["merit"][0], GOLDEN["label/episode_return"][at], **SINGLE)
         seen |= set(at.tolist())
     assert seen == set(range(139))
 

@@ -139,10 +139,6 @@ class Naive:
     def merit(self, episode: Played) -> float:
         return sum(episode.rewards) - self.cfg.cut_penalty * episode.cut
 
-    def labels(self) -> list[float]:
-        merit = np.array([self.merit(e) for e in self.kept])
-        return ((merit - merit.mean()) / max(merit.std(), 1e-6)).tolist()
-
 
 def mean_return(held: Held, said: np.ndarray) -> Aim:
     return aim(np.array([held.earned.mean()]))
@@ -208,9 +204,9 @@ def check(batch: Batch, script: Script, cfg: Episodes, naive: Naive, unrolls: tu
     rows, columns = t.action.shape
     window = rows - cfg.burn_in
     starts = np.cumsum([0, *(unrolls * script.length)])  # rows with which trajectories began
-    kept = {(e.stream, e.start): (e, label) for e, label in zip(naive.kept, naive.labels(), strict=True)}
+    kept = {(e.stream, e.start): e for e in naive.kept}
     for b, (stream, begun, start) in zip(range(columns), places(batch, script, cfg.burn_in), strict=True):
-        episode, label = kept[stream, begun]
+        episode = kept[stream, begun]
         offset = torch.arange(rows) + start - cfg.burn_in
         inside = offset.clamp(0, episode.moves)
         step, action = script.at(begun + inside, torch.tensor(stream))
@@ -227,8 +223,8 @@ def check(batch: Batch, script: Script, cfg: Episodes, naive: Naive, unrolls: tu
         left = [episode.moves - move for move, real in zip(moves, valid, strict=True) if real]
         assert aux["horizon"][aux["valid"][:, b], b].tolist() == left
         assert aux["earned"][:, b].tolist() == [sum(episode.rewards)] * window
-        assert aux["label"][:, b].tolist() == pytest.approx([label] * window, rel=1e-5, abs=1e-6)
-    assert set(aux) - {"target", "advantage"} == {"valid", "to_go", "horizon", "earned", "label"}
+        assert aux["merit"][:, b].tolist() == pytest.approx([naive.merit(episode)] * window, rel=1e-6)
+    assert set(aux) - {"target", "advantage"} == {"valid", "to_go", "horizon", "earned", "merit"}
     assert all(x.shape == (window, columns) for x in aux.values())
     assert t.state == () and t.version.shape == (columns,)
 
@@ -379,7 +375,6 @@ def test_merit_may_be_what_was_earned_beyond_what_the_start_promised(keep):
         kept, merit = [kept[n] for n in stays], merit[stays]
         assert replay.held.number.tolist() == [n for n, _, _ in kept]
         np.testing.assert_allclose(replay.held.merit, merit, rtol=1e-9, atol=1e-9)
-        np.testing.assert_allclose(replay.held.label, (merit - merit.mean()) / max(merit.std(), 1e-6), atol=1e-6)
         np.testing.assert_array_equal(replay.begins, np.stack([s for _, s, _ in kept]))
     assert differs  # from what returns alone would keep
 

@@ -430,7 +430,7 @@ def batch_of(cfg: Commanded, seed: int = 0, T: int = 6, B: int = 4, pool: list[l
         is_first=first,
         is_terminal=move >= moves,
     )
-    named = ("to_go", "horizon", "earned", "label", "target", "advantage")
+    named = ("to_go", "horizon", "earned", "merit", "target", "advantage")
     aux = {name: torch.randn(T, B, generator=rng, dtype=dtype) for name in named}
     aux["horizon"] = (moves - move)[cfg.burn_in :].clamp(min=1).to(dtype)
     about = aim(np.array(pool or [[1.0, 2.0][: cfg.width]]), spread=0.5)._asdict()
@@ -449,9 +449,9 @@ def learner_of(cfg: Commanded, total_steps: int = 1_000, core: Any = CORE) -> Co
 def plain_loss(learner: CommandLearner, t: Trajectory) -> Tensor:
     """Cross entropy of what was done, given what was reached: each valid move by its weight."""
     cfg, aux, online = learner.cfg, t.aux, learner.online
-    reached = {"to-go": "to_go", "return": "label" if cfg.adjust else "earned", "advantage": "advantage"}[cfg.command]
+    reached = {"to-go": "to_go", "return": "earned", "advantage": "advantage"}[cfg.command]
     by_move = cfg.command == "advantage" or cfg.weigh == "moves"
-    good = reached if by_move else "label" if cfg.adjust else "earned"
+    good = reached if by_move else "merit"
     chosen = aux[good][aux["valid"]].tolist()
     mean = sum(chosen) / len(chosen)
     std = math.sqrt(sum((x - mean) ** 2 for x in chosen) / (len(chosen) - 1))
@@ -527,7 +527,7 @@ def test_what_lies_outside_an_episode_is_not_learnt_from():
         learner, batch = learner_of(cfg), batch_of(cfg)
         t = batch.trajectory
         outside = ~t.aux["valid"]
-        for name in ("to_go", "earned", "label", "target", "advantage"):
+        for name in ("to_go", "earned", "merit", "target", "advantage"):
             t.aux[name][outside] += noise
         after = t.step.is_first[2:] & outside  # rows that are no part of an episode
         t.step.obs[2:][after] += noise
@@ -949,9 +949,10 @@ def test_the_replay_is_built_from_the_numbers_of_the_algorithm(cfg):
     built = cfg.replay(3)
     assert built.streams == 3
     for field in fields(built):
-        if field.name not in ("streams", "survey"):
+        if field.name not in ("streams", "survey", "by_move"):
             assert getattr(built, field.name) == getattr(cfg, field.name), field.name
     assert (built.survey is None) == (cfg.command != "advantage")
+    assert not built.by_move and Rcp(command="to-go").replay(3).by_move
     assert cfg.explorer(3)(row([True] * 3)).tolist() == [1.0] * 3
 
 

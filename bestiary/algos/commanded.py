@@ -301,7 +301,7 @@ class CommandLearner:
         if cfg.command == "to-go":
             reached = aux["to_go"]
         elif cfg.command == "return":
-            reached = aux["label"] if cfg.adjust else aux["earned"]
+            reached = aux["earned"]
         elif cfg.critic == "own":
             reached = aux["advantage"]
         else:
@@ -313,8 +313,8 @@ class CommandLearner:
         cfg = self.cfg
         if cfg.weighting == "none":
             return valid.to(label.dtype)
-        by_episode = t.aux["label"] if cfg.adjust else t.aux["earned"]
-        z = zscore(by_episode if cfg.command != "advantage" and cfg.weigh == "episodes" else label[..., 0], valid)
+        by_move = cfg.command == "advantage" or cfg.weigh == "moves"
+        z = zscore(label[..., 0] if by_move else t.aux["merit"], valid)
         return valid * exponential_weight(z, cfg.beta, cfg.weight_cap)
 
     def update(self, batch: Batch) -> Update:
@@ -471,7 +471,7 @@ class Commanded:
     draw: Literal["episodes", "moves"] = "episodes"
     """which are equally likely to be learnt from"""
     adjust: bool = False
-    """rank and label episodes by how much more they earned than their first observation promised"""
+    """rank and weigh episodes by how much more they earned than their first observation promised"""
     cut_penalty: float = 0.0
     """points by which an episode that a time limit cut short ranks lower: hovering is not landing"""
     weighting: Literal["none", "exponential"] = "none"
@@ -571,9 +571,7 @@ class Commanded:
 
     def aim(self, held: Held, reached: NDArray[Any]) -> Aim:
         """Where commands come from, given the episodes held and, of all but whole returns, what moves reached."""
-        returns = held.label if self.adjust and self.command == "return" else held.earned
-        if self.command == "to-go" and self.discount < 1:
-            returns = held.begun
+        returns = held.begun if self.command == "to-go" and self.discount < 1 else held.earned
         if self.source == "percentile":
             among = returns if self.command == "return" else reached
             return aim(np.array([np.percentile(among, self.percentile)]) if len(among) else np.zeros(1))

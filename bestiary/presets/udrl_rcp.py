@@ -130,11 +130,12 @@ rcp_r = replace(
 udrl = replace(
     rcp_a,
     algo=Udrl(
+        command="return",  # to take off what was earned on the way leads to commands that were never seen there
         top=25,
         max_return=320.0,
-        capacity=500,  # twice as many, and it learns half as fast: what was good a while ago holds it back
-        best=100,
-        latest=100,
+        capacity=350,  # three times as many, and it learns half as fast: what was good a while ago holds it back
+        best=70,
+        latest=70,
         adjust=True,
         ratio=1 / 32,
         warmup=200,
@@ -143,7 +144,7 @@ udrl = replace(
         normalise=True,
         smoothing=0.03,
         average=0.995,
-        sharpen=1.3,
+        sharpen=1.15,  # of more it becomes sure before it is good, of none it never does
         sharpen_over=1_500_000,
         optimizer=AdamW(lr=1e-3),
     ),

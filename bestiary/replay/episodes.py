@@ -30,8 +30,7 @@ class Held(NamedTuple):
     earned: Floats  # undiscounted
     begun: Floats  # discounted, from its first move
     cut: NDArray[np.bool_]  # by a time limit, before it was over
-    merit: Floats  # by which it is ranked: what it earned, or how much more than its start promised
-    label: Floats  # merit in standard deviations
+    merit: Floats  # by which it is ranked and weighed: what it earned, or how much more than its start promised
 
     def __getitem__(self, at: Any) -> "Held":  # type: ignore[override]
         return Held(*(column[at] for column in tuple(self)))  # type: ignore[arg-type]
@@ -39,7 +38,7 @@ class Held(NamedTuple):
     @staticmethod
     def none() -> "Held":
         whole, real = np.zeros(0, np.int64), np.zeros(0)
-        return Held(whole, whole, whole, real, real, np.zeros(0, bool), real, real)
+        return Held(whole, whole, whole, real, real, np.zeros(0, bool), real)
 
 
 class EpisodeReplay(Drawn):
@@ -104,7 +103,7 @@ class EpisodeReplay(Drawn):
         begun = to_go(reward, at, np.array([moves]), at, 1, self.cfg.discount)[0, 0]
         earned = float(reward[1:].sum(dtype=np.float64))
         cut = not bool(step.is_terminal[-1])
-        new = (self.arrived, self._write(rows), moves, earned, begun, cut, earned, 0.0)
+        new = (self.arrived, self._write(rows), moves, earned, begun, cut, earned)
         self.arrived += 1
         self.held = Held(*(np.append(column, x) for column, x in zip(self.held, new, strict=True)))
         if self.cfg.adjust:
@@ -156,9 +155,7 @@ class EpisodeReplay(Drawn):
             fits[0] = True
             stays = stays[: len(fits) if fits.all() else int(np.argmin(fits))]
         stays = np.sort(stays)
-        merit = merit[stays]
-        label = (merit - merit.mean()) / max(merit.std(), 1e-6)
-        self.held = held[stays]._replace(merit=merit, label=label)
+        self.held = held[stays]._replace(merit=merit[stays])
         if cfg.adjust:
             self.begins = self.begins[stays]
         if cfg.survey is not None:
@@ -218,7 +215,7 @@ class EpisodeReplay(Drawn):
             "to_go": ahead,
             "horizon": np.where(valid, chosen.moves - move, 1),
             "earned": np.broadcast_to(chosen.earned, valid.shape),
-            "label": np.broadcast_to(chosen.label, valid.shape),
+            "merit": np.broadcast_to(chosen.merit, valid.shape),
         }
         told = {k: torch.from_numpy(np.array(x, bool if k == "valid" else np.float32)) for k, x in aux.items()}
         if cfg.survey is not None and cfg.survey.whole:

@@ -116,15 +116,19 @@ rcp_a = Experiment(
 
 rcp_r = replace(
     rcp_a,
-    frames=4_000_000,
     algo=replace(
         rcp_a.algo,
-        command="return",
-        adjust=True,
-        capacity=500,
-        discount=1.0,
-        beta=0.4,
+        command="to-go",  # a tenth of all moves still earned as much as every move is asked to
+        discount=0.998,  # with less it does not care to land, with more it hovers
+        weigh="moves",
+        moves=100_000,
+        ratio=1 / 32,
+        sharpen=1.25,
+        shift=(50.0,),
+        scale=(1 / 100,),
     ),
+    frames=2_000_000,
+    evaluation=Evaluation(every=100_000, episodes=50, mode="sampled"),  # it is best a while before the end
 )
 
 udrl = replace(

@@ -153,7 +153,6 @@ udrl = replace(
         optimizer=AdamW(lr=1e-3),
     ),
     frames=3_000_000,
-    evaluation=Evaluation(every=250_000, episodes=50, mode="sampled"),
 )
 
 udrl_sparse = replace(udrl, env=replace(udrl.env, sparse=True))

@@ -119,7 +119,7 @@ rcp_r = replace(
     algo=replace(
         rcp_a.algo,
         command="to-go",  # a tenth of all moves still earned as much as every move is asked to
-        discount=0.998,  # with less it does not care to land, with more it hovers
+        discount=0.998,  # runs with 0.99 and 0.999 hovered
         weigh="moves",
         moves=100_000,
         ratio=1 / 32,
@@ -134,10 +134,10 @@ rcp_r = replace(
 udrl = replace(
     rcp_a,
     algo=Udrl(
-        command="return",  # to take off what was earned on the way leads to commands that were never seen there
+        command="return",  # what is left of it, after good or bad luck, may be something that was never seen from there
         top=25,
         max_return=320.0,
-        capacity=350,  # three times as many, and it learns half as fast: what was good a while ago holds it back
+        capacity=350,  # few, so that what was good a while ago does not hold it back
         best=70,
         latest=70,
         adjust=True,
@@ -148,7 +148,7 @@ udrl = replace(
         normalise=True,
         smoothing=0.03,
         average=0.995,
-        sharpen=1.15,  # of more it becomes sure before it is good, of none it never does
+        sharpen=1.15,  # with more it became sure before it was good, with none it hovered for long
         sharpen_over=1_500_000,
         optimizer=AdamW(lr=1e-3),
     ),

@@ -60,6 +60,11 @@ def parse_numbers(text: str) -> tuple[float, ...]:
         raise UserError(f"{text!r} is not a list of numbers; write it like 200,300") from None
 
 
+def parse_command(text: str) -> tuple[float, ...]:
+    """What an agent is told; () is what it asks of itself."""
+    return () if text == "own" else parse_numbers(text)
+
+
 def _listed(metavar: str, parse: Callable[[str], tuple[Any, ...]]) -> Any:
     """One word with commas between its parts."""
     return tyro.constructors.PrimitiveConstructorSpec(

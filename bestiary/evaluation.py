@@ -95,9 +95,19 @@ def human_normalised(game: str, score: float) -> float | None:
     return None if human is None or random is None else (score - random) / (human - random)
 
 
-def build_agent(experiment: Experiment, spec: Spec, weights: dict[str, torch.Tensor], device: torch.device) -> Agent:
+def build_agent(
+    experiment: Experiment,
+    spec: Spec,
+    weights: dict[str, torch.Tensor],
+    device: torch.device,
+    command: tuple[float, ...] | None = None,
+) -> Agent:
+    """An agent to be looked at; `command` as in `evaluate`."""
     agent = experiment.algo.agent(spec, experiment.net, experiment.core)
     load_weights(agent, weights, "than experiment.json describes")
+    command = experiment.evaluation.command if command is None else command
+    if command:
+        agent.tell(command)
     return agent.to(device).eval()
 
 
@@ -111,7 +121,7 @@ def played_in(experiment: Experiment, env: EnvConfig | None) -> tuple[Experiment
 def protocol_name(epsilon: float, command: tuple[float, ...] | None, changed: list[str]) -> str:
     """What sets a protocol apart, as part of a file's name."""
     slips = f"-epsilon{epsilon:g}" if epsilon else ""
-    told = "" if command is None else "-command" + "-".join(f"{x:g}" for x in command)
+    told = "" if command is None else "-command" + ("-".join(f"{x:g}" for x in command) or "-own")
     return slips + told + "".join("-" + re.sub(r"[^\w.]+", "-", change).strip("-") for change in changed)
 
 
@@ -167,7 +177,7 @@ def evaluate(
     repetitions are listed. `positive_only` replays a game, from a fresh start, until its final score is positive.
     `env` plays elsewhere than it was trained, for example in a longer maze. `epsilon` is the chance that an action,
     whichever way it was chosen, is replaced by one at random. `command` is what an agent that follows commands is told
-    to reach, instead of what it would ask of itself.
+    to reach, instead of what the experiment says: its `evaluation.command`; (): what the agent asks of itself.
     """
     if episodes < 1 or envs < 1 or runs < 1:
         raise UserError(f"episodes={episodes}, envs={envs} and runs={runs} must be at least 1")
@@ -186,9 +196,7 @@ def evaluate(
         world = experiment.env.make(min(envs, episodes), experiment.seed, stream, threads or cores())
         set_threads(threads, world.spec)
         try:
-            agent = build_agent(experiment, world.spec, saved.weights, where)
-            if command is not None:
-                agent.tell(command)
+            agent = build_agent(experiment, world.spec, saved.weights, where, command)
             rng = torch.Generator(where).manual_seed(derive(experiment.seed, stream, ACTIONS))
             return world.spec, play(agent, world, episodes, mode, rng, accept, epsilon=epsilon)
         finally:
@@ -204,7 +212,7 @@ def evaluate(
             "seed": seed,
             "positive_only": positive_only,
             "epsilon": epsilon,
-            "command": command,
+            "command": experiment.evaluation.command if command is None else command,
             "env": encode(experiment.env),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         },

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 from bestiary.algos import AlgoConfig, Impala
-from bestiary.config import Count, Counts, decode, differences, encode, kebab, members
+from bestiary.algos.base import UNCOMMANDED
+from bestiary.algos.commanded import Commanded
+from bestiary.config import Count, Counts, Numbers, decode, differences, encode, kebab, members
 from bestiary.cores import CoreConfig, Ff
 from bestiary.envs import Atari, Catch, EnvConfig
 from bestiary.errors import UserError
@@ -31,6 +33,8 @@ class Evaluation:
     """play the best action, or one drawn from the policy; `best` is the checkpoint that does this best"""
     epsilon: float = 0.0
     """chance of an action at random in evaluation games"""
+    command: Numbers = ()
+    """what an agent that follows commands is told to reach in evaluations and films; (): what it asks of itself"""
     lives: Literal["as trained", "all", "one"] = "as trained"
     """of an Atari game: play it to its end (all), or until the first life is lost (one)"""
 
@@ -119,6 +123,10 @@ class Experiment:
                 f"evaluation.lives={self.evaluation.lives!r} is for Atari games: "
                 f"leave it 'as trained' with env:{kebab(type(self.env))}"
             )
+        if self.evaluation.command:
+            if not isinstance(self.algo, Commanded):
+                raise UserError(UNCOMMANDED.replace("--", "--evaluation."))
+            self.algo.check_command(self.evaluation.command)
         self.algo.replay(self.runtime.envs)  # refuses a batch that can never be filled
 
     def to_json(self) -> str:

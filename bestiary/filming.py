@@ -232,9 +232,7 @@ def film(
             set_threads(None, world.spec)
         natural = world.watch()
         with torch.random.fork_rng(devices=[]):  # a new network draws from the stream that training draws from
-            agent = build_agent(experiment, world.spec, weights, device)
-        if command is not None:
-            agent.tell(command)
+            agent = build_agent(experiment, world.spec, weights, device, command)
         agent = Slips(agent, epsilon, world.spec.num_actions) if epsilon else agent
         rng = torch.Generator(device).manual_seed(derive(experiment.seed, stream, ACTIONS))
         with Mp4(path, fps or natural) as mp4:

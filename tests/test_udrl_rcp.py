@@ -1,6 +1,7 @@
 """Upside-Down RL and Reward-Conditioned Policies: as their equations say, told what to reach, and as whole runs."""
 
 import copy
+import csv
 import io
 import json
 import math
@@ -1107,7 +1108,7 @@ def test_a_run_is_evaluated_as_told(tmp_path):
     run = bestiary.train(short(ALGOS["udrl"], Ff(), frames=400), tmp_path / "run")
     usual = bestiary.evaluate(run, 5, modes=("greedy",), threads=1)
     asked = bestiary.evaluate(run, 5, modes=("greedy", "sampled"), threads=1, command=(0.75, 4.0))
-    assert usual["protocol"]["command"] is None and asked["protocol"]["command"] == (0.75, 4.0)
+    assert usual["protocol"]["command"] == () and asked["protocol"]["command"] == (0.75, 4.0)
     for mode in ("greedy", "sampled"):
         assert asked[mode]["asked"]["min"] == asked[mode]["asked"]["max"] == 0.75
         assert asked[mode]["asked_steps"]["mean"] == 4.0
@@ -1120,6 +1121,28 @@ def test_a_run_is_evaluated_as_told(tmp_path):
     other = bestiary.train(tiny(frames=200), tmp_path / "other")
     with pytest.raises(UserError, match="--command is for agents that follow commands"):
         bestiary.evaluate(other, 5, threads=1, command=(1.0,))
+
+
+def test_what_evaluations_ask_for_is_part_of_an_experiment(tmp_path):
+    plan = Evaluation(every=200, episodes=3, command=(0.75, 4.0))
+    run = bestiary.train(replace(short(ALGOS["udrl"], Ff(), frames=400), evaluation=plan), tmp_path / "run")
+    with (run.path / "evaluations.csv").open() as file:
+        assert [(r["asked"], r["asked_steps"]) for r in csv.DictReader(file)] == [("0.75", "4")] * 2
+    usual = bestiary.evaluate(run, 5, modes=("greedy",), threads=1)
+    assert usual["greedy"]["asked"]["mean"] == 0.75 and usual["protocol"]["command"] == (0.75, 4.0)
+    assert cli.main(["eval", str(run.path), "--episodes", "5", "--mode", "greedy", "--command", "own"]) == 0
+    (written,) = run.path.glob("eval-*-command-own.json")
+    own = json.loads(written.read_text())
+    assert own["greedy"]["asked"]["mean"] != 0.75 and own["protocol"]["command"] == []
+
+
+def test_what_evaluations_could_not_ask_for_is_refused_before_anything_starts():
+    with pytest.raises(UserError, match=r"--evaluation\.command is for agents that follow commands \(Udrl, Rcp\)"):
+        tiny(evaluation=Evaluation(command=(1.0,)))
+    with pytest.raises(UserError, match="a return and a number of moves: 2 numbers, not 1"):
+        tiny(algo=Udrl(), evaluation=Evaluation(command=(1.0,)))
+    with pytest.raises(UserError, match="a horizon of 0 moves is too short"):
+        tiny(algo=Udrl(), evaluation=Evaluation(command=(1.0, 0.0)))
 
 
 def test_a_command_is_given_in_the_terminal(tmp_path, capsys):

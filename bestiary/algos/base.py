@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from bestiary.tape import Tape
 
 
+UNCOMMANDED = "--command is for agents that follow commands (Udrl, Rcp); this one does not"
+
+
 class Agent(nn.Module):
     """What actors run; its state_dict is all that travels back to them."""
 
@@ -38,7 +41,7 @@ class Agent(nn.Module):
 
     def tell(self, command: tuple[float, ...]) -> None:
         """Set by hand what to reach."""
-        raise UserError("--command is for agents that follow commands (Udrl, Rcp); this one does not")
+        raise UserError(UNCOMMANDED)
 
 
 class Wrapped(Agent):

@@ -163,12 +163,7 @@ class CommandAgent(Agent):
 
     def tell(self, command: tuple[float, ...]) -> None:
         """Ask for exactly this, from now on."""
-        names = ["a return" if self.cfg.command != "advantage" else "an advantage", "a number of moves"]
-        if len(command) != self.cfg.width:
-            wanted = " and ".join(names[: self.cfg.width])
-            raise UserError(f"a command of this agent is {wanted}: {self.cfg.width} numbers, not {len(command)}")
-        if self.cfg.horizon and command[1] < 1:
-            raise UserError(f"a horizon of {command[1]:g} moves is too short: ask for at least 1")
+        self.cfg.check_command(command)
         self.aim_at(aim(np.array(command)))
 
     def seen(self, step: TimeStep) -> TimeStep:
@@ -568,6 +563,15 @@ class Commanded:
     def width(self) -> int:
         """Numbers in a command."""
         return 2 if self.horizon else 1
+
+    def check_command(self, command: tuple[float, ...]) -> None:
+        """Refuse what an agent could not be told."""
+        names = ["a return" if self.command != "advantage" else "an advantage", "a number of moves"]
+        if len(command) != self.width:
+            wanted = " and ".join(names[: self.width])
+            raise UserError(f"a command of this agent is {wanted}: {self.width} numbers, not {len(command)}")
+        if self.horizon and command[1] < 1:
+            raise UserError(f"a horizon of {command[1]:g} moves is too short: ask for at least 1")
 
     def aim(self, held: Held, reached: NDArray[Any]) -> Aim:
         """Where commands come from, given the episodes held and, of all but whole returns, what moves reached."""

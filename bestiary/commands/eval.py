@@ -10,7 +10,7 @@ from rich.table import Table
 
 from bestiary import seeds
 from bestiary.commands.parse import check_parts, load_plugins, parse
-from bestiary.config import parse_numbers
+from bestiary.config import parse_command
 from bestiary.envs import EnvConfig
 from bestiary.envs.base import References, for_evaluation
 from bestiary.errors import UserError
@@ -39,7 +39,8 @@ class Eval:
     epsilon: float = 0.0
     """chance that an action is replaced by one at random"""
     command: str | None = None
-    """what an agent that follows commands is to reach, for example 200,300: a return, and in how many moves"""
+    """what an agent that follows commands is to reach, for example 200,300: a return, and in how many moves; own: what
+    it asks of itself; None: as the run was evaluated"""
     device: str = "auto"
     threads: int | None = None
     env: EnvConfig | None = None
@@ -52,7 +53,7 @@ def main(args: list[str]) -> int:
     modes: tuple[Mode, ...] = ("greedy", "sampled") if cfg.mode == "both" else (cfg.mode,)
     options = {k: v for k, v in vars(cfg).items() if k not in ("run", "mode")}
     if cfg.command is not None:
-        options["command"] = parse_numbers(cfg.command)
+        options["command"] = parse_command(cfg.command)
     if seeds.find(cfg.run):
         return print_seeds(seeds.evaluate_seeds(cfg.run, modes=modes, say=print, **options), modes)
     print_report(evaluate(cfg.run, modes=modes, **options), modes)

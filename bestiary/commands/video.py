@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import tyro
 
 from bestiary.commands.parse import check_parts, load_plugins, parse
-from bestiary.config import parse_numbers
+from bestiary.config import parse_command
 from bestiary.envs import EnvConfig
 from bestiary.envs.base import for_evaluation
 from bestiary.errors import UserError
@@ -37,7 +37,8 @@ class Settings:
     epsilon: float = 0.0
     """chance that an action is replaced by one at random"""
     command: str | None = None
-    """what an agent that follows commands is told to reach: a return, and in how many moves: 200,300"""
+    """what an agent that follows commands is told to reach: a return, and in how many moves: 200,300; own: what it asks
+    of itself; None: as the run was evaluated"""
     device: str = "auto"
     env: EnvConfig | None = None
     """where to play, if not where it was trained: --env.length 100"""
@@ -50,7 +51,7 @@ def main(args: list[str]) -> int:
 
     options: dict[str, Any] = dict(vars(cfg))
     if cfg.command is not None:
-        options["command"] = parse_numbers(cfg.command)
+        options["command"] = parse_command(cfg.command)
     filmed = video(**options)
     scores = ", ".join(number(e.score) for e in filmed.games)
     print(f"score{'s' if len(filmed.games) > 1 else ''} {scores}")

@@ -150,6 +150,8 @@ def report(episodes: list[Episode], game: str | None) -> dict[str, Any]:
     if successes:
         out["success"] = stats.summary(successes)
     out |= commanded(episodes)
+    if episodes[0].components:
+        out["components"] = {k: stats.summary([e.components[k] for e in episodes]) for k in episodes[0].components}
     if game is not None:
         out["human_normalised"] = human_normalised(game, out["game"]["mean"])
     out["scores"] = scores

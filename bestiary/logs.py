@@ -52,6 +52,7 @@ def _frames(row: dict[str, str]) -> float:
 
 
 EPISODE_COLUMNS = ["frames", "slot", "score", "steps", "game_frames", "lives", "life_returns", "truncated", "success"]
+EPISODE_COLUMNS += ["components"]  # of the whole game: name=value|...
 
 
 class Recorder:
@@ -85,7 +86,8 @@ class Recorder:
     def episode(self, frames: int, e: Episode) -> None:
         lives = "|".join(f"{x:g}" for x in e.lives)
         success = "" if e.success is None else int(e.success)
-        row = (frames, e.slot, repr(e.score), e.steps, e.frames, len(e.lives), lives, int(e.truncated), success)
+        parts = "|".join(f"{name}={value:g}" for name, value in e.components.items())
+        row = (frames, e.slot, repr(e.score), e.steps, e.frames, len(e.lives), lives, int(e.truncated), success, parts)
         self.episodes.write(dict(zip(EPISODE_COLUMNS, row, strict=True)))
 
     def evaluation(self, frames: int, values: dict[str, float]) -> None:

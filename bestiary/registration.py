@@ -28,6 +28,7 @@ def register() -> None:
             vector_entry_point=f"bestiary.envs.{home}",
             kwargs=arguments,
         )
+    gymnasium.register("bestiary/Riverraid-v0", entry_point="bestiary.envs.riverraid:riverraid")
 
 
 def single(home: str, **kwargs: Any) -> Any:

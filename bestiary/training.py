@@ -3,7 +3,7 @@
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ class Interval:
         self.scores: list[float] = []
         self.lives: list[float] = []
         self.lengths: list[int] = []
+        self.games: list[dict[str, float]] = []  # components of whole games, and of their lives
+        self.life_parts: list[dict[str, float]] = []
         self.successes: list[bool] = []
         self.sums: dict[str, float] = {}
         self.count = 0
@@ -41,6 +43,8 @@ class Interval:
             self.scores.append(e.score)
             self.lives += e.lives
             self.lengths.append(e.steps)
+            self.games.append(e.components)
+            self.life_parts += e.life_components
             if e.success is not None:
                 self.successes.append(e.success)
         if progress.metrics:
@@ -49,6 +53,7 @@ class Interval:
 
     def row(self) -> dict[str, float]:
         """Means; nothing (NaN) where no game ended."""
+        names = [k.removeprefix("per_step_") for k in self.sums if k.startswith("per_step_")]
         return {
             "score": _mean(self.scores),
             "score_std": float(np.std(self.scores)) if self.scores else math.nan,
@@ -56,6 +61,8 @@ class Interval:
             "game_steps": _mean(self.lengths),
             "success": _mean(self.successes),
             **{k: v / self.count for k, v in self.sums.items()},
+            **per("game", self.games, names),
+            **per("life", self.life_parts, names),
         }
 
     def state_dict(self) -> Snapshot:
@@ -63,6 +70,11 @@ class Interval:
 
     def load_state_dict(self, state: Snapshot) -> None:
         vars(self).update(state)
+
+
+def per(what: str, found: list[dict[str, float]], names: Iterable[str]) -> dict[str, float]:
+    """Mean of every component, under a name that says of what."""
+    return {f"per_{what}_{name}": _mean([parts[name] for parts in found]) for name in names}
 
 
 def _mean(values: list[float] | list[int] | list[bool]) -> float:
@@ -237,7 +249,9 @@ class Session:
         values = {"score": score, "score_std": float(np.std([e.score for e in games])), "games": len(games)}
         success = _mean([e.success for e in games if e.success is not None])
         values |= {name: found["mean"] for name, found in commanded(games).items()}
-        self.recorder.evaluation(frames, values | {"game_steps": _mean([e.steps for e in games]), "success": success})
+        values |= {"game_steps": _mean([e.steps for e in games]), "success": success}
+        parts = [e.components for e in games]
+        self.recorder.evaluation(frames, values | per("game", parts, parts[0]))
         self.run.save_best(frames, score, weights, self.experiment.checkpoint.best)
         self.screen.evaluated(frames, games)
 

@@ -88,6 +88,8 @@ class Episode(NamedTuple):
     truncated: bool
     success: bool | None = None  # where the environment says what success is
     asked: tuple[float, ...] = ()  # what the agent was told to reach: a return, perhaps in how many moves
+    components: dict[str, float] = {}  # what could have been paid for, whatever was; no learner ever sees it
+    life_components: tuple[dict[str, float], ...] = ()  # the same of each life
 
 
 class Progress(NamedTuple):

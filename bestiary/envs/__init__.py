@@ -6,5 +6,6 @@ from bestiary.envs.gym import Gym
 from bestiary.envs.lunar_lander import LunarLander
 from bestiary.envs.memory import KeyToDoor, TMaze, VisualMatch
 from bestiary.envs.recall import Recall
+from bestiary.envs.riverraid import Riverraid
 
-EnvConfig = Recall | Catch | TMaze | VisualMatch | KeyToDoor | LunarLander | Gym | Atari
+EnvConfig = Recall | Catch | TMaze | VisualMatch | KeyToDoor | LunarLander | Gym | Atari | Riverraid

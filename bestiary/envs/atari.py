@@ -41,11 +41,12 @@ def camel_case(rom: str) -> str:
 
 
 def emulator(rom: str) -> Any:
-    """A single one, to be asked about its game."""
+    """A single one, which does as it is told: no action is repeated by chance."""
     from ale_py import ALEInterface, LoggerMode, roms
 
     ALEInterface.setLoggerMode(LoggerMode.Error)
     ale = ALEInterface()
+    ale.setFloat("repeat_action_probability", 0.0)
     ale.loadROM(str(roms.get_rom_path(rom)))
     return ale
 

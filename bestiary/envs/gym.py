@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
@@ -25,6 +25,7 @@ from bestiary.seeding import derive
 from bestiary.suggest import did_you_mean
 from bestiary.types import Snapshot, Spec
 
+NAMES = "component_names"  # by this attribute an environment tells what its reward could be made of
 Maker = Callable[[], gymnasium.Env]
 Wrapper = Callable[[gymnasium.Env], gymnasium.Env]
 PATIENCE = 5.0  # seconds for a process to end of its own accord
@@ -68,8 +69,16 @@ def build(cfg: "Gym", address: tuple[int, ...], wrapper: Wrapper | None = None, 
     return Replayable(env if wrapper is None else wrapper(env), address)
 
 
-def probe(cfg: "Gym") -> tuple[Spec, bool]:
-    """What the environment looks like, and whether its pictures carry their channels last."""
+class Probe(NamedTuple):
+    """What a single environment says of itself."""
+
+    spec: Spec
+    channels_last: bool  # of its pictures
+    components: tuple[str, ...]  # of its reward, where it is a `bestiary.proxy`
+    has_lives: bool
+
+
+def probe(cfg: "Gym") -> Probe:
     try:
         env = build(cfg, (0, 0, 0))
     except gymnasium.error.DependencyNotInstalled as e:
@@ -84,6 +93,8 @@ def probe(cfg: "Gym") -> tuple[Spec, bool]:
     except TypeError as e:
         raise UserError(f"{cfg.id} does not accept env.kwargs={cfg.kwargs}: {e}") from None
     obs, actions = env.observation_space, env.action_space
+    components = env.get_wrapper_attr(NAMES) if env.has_wrapper_attr(NAMES) else ()
+    has_lives = "lives" in env.metadata
     env.close()
     if not isinstance(actions, gymnasium.spaces.Discrete):
         raise UserError(f"{cfg.id} has actions {actions}; only Discrete actions are supported")
@@ -99,7 +110,8 @@ def probe(cfg: "Gym") -> tuple[Spec, bool]:
     shape = (obs.shape[2], *obs.shape[:2]) if last else obs.shape
     dtype = torch.uint8 if obs.dtype == np.uint8 else torch.float32
     horizon = None if env.spec is None else env.spec.max_episode_steps
-    return Spec(cfg.id, tuple(shape), dtype, int(actions.n), horizon=horizon), last
+    spec = Spec(cfg.id, tuple(shape), dtype, int(actions.n), env.metadata.get("frames_per_step", 1), horizon)
+    return Probe(spec, last, tuple(components), has_lives)
 
 
 def portable(error: Exception) -> Exception:
@@ -110,6 +122,12 @@ def portable(error: Exception) -> Exception:
         error = RuntimeError(f"{type(error).__name__}: {error}")
     error.add_note(traceback.format_exc())
     return error
+
+
+def row(told: tuple[Any, ...], count: int) -> tuple[Any, ...]:
+    """A vector step with the parts of its info that matter here, lives and components; zeros where there are none."""
+    *plain, info = told
+    return (*plain, info.get("lives", np.zeros(count)), info.get("components", np.zeros((count, 0))))
 
 
 def serve(pipe: Connection, other_end: Connection, makers: Sequence[Maker]) -> None:
@@ -127,7 +145,8 @@ def serve(pipe: Connection, other_end: Connection, makers: Sequence[Maker]) -> N
             return
         method, argument = request
         try:
-            answer = env.reset(options=argument)[:1] if method == "reset" else env.step(argument)[:4]
+            told = env.reset(options=argument) if method == "reset" else env.step(argument)
+            answer = row(told, len(makers))
         except Exception as e:
             answer = portable(e)
         pipe.send(answer)
@@ -154,14 +173,12 @@ class Shards:
             self.workers.append((process, here))
 
     def reset(self, *, options: dict[str, Any]) -> tuple[NDArray[Any], dict[str, Any]]:
-        (obs,) = self._ask("reset", [options] * len(self.workers))
-        return obs, {}
+        obs, lives, _ = self._ask("reset", [options] * len(self.workers))
+        return obs, {"lives": lives}
 
-    def step(
-        self, action: NDArray[np.int64]
-    ) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]:
-        obs, reward, terminated, truncated = self._ask("step", np.split(action, self.cuts))
-        return obs, reward, terminated, truncated, {}
+    def step(self, action: NDArray[np.int64]) -> tuple[Any, ...]:
+        *plain, lives, components = self._ask("step", np.split(action, self.cuts))
+        return (*plain, {"lives": lives, "components": components})
 
     def _ask(self, method: str, arguments: Sequence[Any]) -> list[NDArray[Any]]:
         for (process, pipe), argument in zip(self.workers, arguments, strict=True):
@@ -207,8 +224,9 @@ class GymWorld(World):
     def __init__(
         self, cfg: "Gym", num_envs: int, seed: int, stream: int, threads: int, wrapper: Wrapper | None = None
     ) -> None:
-        spec, self.channels_last = probe(cfg)
-        super().__init__(spec, num_envs)
+        found = probe(cfg)
+        super().__init__(found.spec, num_envs, found.components)
+        self.channels_last, self.has_lives = found.channels_last, found.has_lives
         makers = [functools.partial(build, cfg, (seed, stream, slot), wrapper) for slot in range(num_envs)]
         self.makers = makers
         if cfg.processes:
@@ -226,16 +244,17 @@ class GymWorld(World):
         return np.array(obs, dtype, order="C")  # vector environments reuse their buffer
 
     def _start(self) -> Raw:
-        obs, _ = self.env.reset(options={"resume": [(0, [])] * self.num_envs})
+        obs, info = self.env.reset(options={"resume": [(0, [])] * self.num_envs})
         none = np.zeros(self.num_envs, bool)
         self._ended[:] = False
         self._episode[:] = 0
         self._journal = [[] for _ in range(self.num_envs)]
-        return Raw(self._picture(obs), np.zeros(self.num_envs), none, none, ~none)
+        raw = Raw(self._picture(obs), np.zeros(self.num_envs), none, none, ~none)
+        return raw._replace(lives=info["lives"]) if self.has_lives else raw
 
     def _advance(self, action: NDArray[np.int64]) -> Raw:
         is_first = self._ended
-        obs, reward, terminated, truncated, _ = self.env.step(action)
+        obs, reward, terminated, truncated, lives, components = row(self.env.step(action), self.num_envs)
         for slot, chosen in enumerate(action.tolist()):
             if is_first[slot]:
                 self._journal[slot].clear()
@@ -243,7 +262,10 @@ class GymWorld(World):
                 self._journal[slot].append(chosen)
         self._episode += is_first
         self._ended = terminated | truncated
-        return Raw(self._picture(obs), reward, terminated, truncated & ~terminated, is_first)
+        raw = Raw(self._picture(obs), reward, terminated, truncated & ~terminated, is_first)
+        if self.components:
+            raw = raw._replace(components=components)
+        return raw._replace(lives=lives) if self.has_lives else raw
 
     def _save(self) -> Snapshot:
         return {

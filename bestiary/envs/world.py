@@ -1,5 +1,6 @@
 """Gymnasium outside, TimeStep inside: many copies of one environment as rows."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ class Raw(NamedTuple):
     is_first: NDArray[np.bool_]
     lives: NDArray[Any] | None = None
     success: NDArray[np.bool_] | None = None  # told with the rows that end an episode, where there is such a thing
+    components: NDArray[np.float64] | None = None  # [B, K] of this move, where a reward has named components
 
 
 class World:
@@ -32,9 +34,15 @@ class World:
 
     resumable = True  # whether running episodes can be saved; where not, a resumed run begins new ones
 
-    def __init__(self, spec: Spec, num_envs: int) -> None:
+    def __init__(self, spec: Spec, num_envs: int, components: tuple[str, ...] = ()) -> None:
+        """`components`: names of what could be paid for. It is entered into the books, and never into a row."""
         self.spec = spec
         self.num_envs = num_envs
+        self.components = components
+        self._parts = np.zeros((num_envs, len(components)))
+        self._life_parts = np.zeros((num_envs, len(components)))
+        self._past_parts: list[list[list[float]]] = [[] for _ in range(num_envs)]
+        self._tally = np.zeros(1 + len(components))  # moves, and what they added up to, since someone asked
         self._score = np.zeros(num_envs)
         self._life = np.zeros(num_envs)
         self._steps = np.zeros(num_envs, np.int64)
@@ -96,13 +104,24 @@ class World:
         self._life_steps += going
         self._truncated = raw.truncated & going
         self._success = raw.success
+        if raw.components is not None:
+            parts = raw.components * going[:, None]
+            self._parts += parts
+            self._life_parts += parts
+            self._tally += (going.sum(), *parts.sum(0))
         if raw.lives is not None:
             assert self._lives is not None
             for slot in np.flatnonzero(going & (raw.lives < self._lives)):
-                self._past_lives[slot].append(float(self._life[slot]))
+                self._end_life(int(slot))
                 self._life[slot] = self._life_steps[slot] = 0
+                self._life_parts[slot] = 0
             self._lives = raw.lives.copy()
         return episodes
+
+    def tally(self) -> dict[str, float]:
+        """Mean of every component per move since the last time it was asked for."""
+        (moves, *sums), self._tally = self._tally.tolist(), np.zeros_like(self._tally)
+        return {f"per_step_{name}": value / max(moves, 1) for name, value in zip(self.components, sums, strict=True)}
 
     def settle_quiet(self, reward: NDArray[Any], last: Raw) -> None:
         """Enter rows [n, B] in which no episode begins; `last` is the latest of them. There are no lives here."""
@@ -127,22 +146,31 @@ class World:
     def _open_books(self, mask: NDArray[np.bool_]) -> None:
         self._score[mask] = self._life[mask] = 0.0
         self._steps[mask] = self._life_steps[mask] = 0
+        self._parts[mask] = self._life_parts[mask] = 0.0
         for slot in np.flatnonzero(mask):
-            self._past_lives[slot] = []
+            self._past_lives[slot], self._past_parts[slot] = [], []
+
+    def _end_life(self, slot: int) -> None:
+        self._past_lives[slot].append(float(self._life[slot]))
+        self._past_parts[slot].append(self._life_parts[slot].tolist())
+
+    def _named(self, parts: Iterable[float]) -> dict[str, float]:
+        return dict(zip(self.components, map(float, parts), strict=True))
 
     def _close_book(self, slot: int) -> Episode:
-        lives = self._past_lives[slot]
         if self._life_steps[slot] > 0:  # the life in progress when the game ended
-            lives = [*lives, float(self._life[slot])]
+            self._end_life(slot)
         steps = int(self._steps[slot])
         return Episode(
             slot=slot,
             score=float(self._score[slot]),
             steps=steps,
             frames=steps * self.spec.frames_per_step,
-            lives=tuple(lives),
+            lives=tuple(self._past_lives[slot]),
             truncated=bool(self._truncated[slot]),
             success=None if self._success is None else bool(self._success[slot]),
+            components=self._named(self._parts[slot]),
+            life_components=tuple(map(self._named, self._past_parts[slot])) if self.components else (),
         )
 
     # -- checkpoints -------------------------------------------------------------------------------
@@ -157,8 +185,12 @@ class World:
             "past_lives": [list(x) for x in self._past_lives],
             "lives": None if self._lives is None else self._lives.tolist(),
             "success": None if self._success is None else self._success.tolist(),
+            "components": self._save_components() if self.components else None,
             "backend": self._save(),
         }
+
+    def _save_components(self) -> list[Any]:
+        return [self._parts.tolist(), self._life_parts.tolist(), [list(x) for x in self._past_parts]]
 
     def load_state_dict(self, state: Snapshot) -> None:
         self._restore(state["backend"])
@@ -171,3 +203,6 @@ class World:
         self._lives = None if state["lives"] is None else np.array(state["lives"])
         success = state.get("success")  # not in checkpoints of 0.1
         self._success = None if success is None else np.array(success, bool)
+        if self.components:
+            game, life, past = state["components"]
+            self._parts, self._life_parts, self._past_parts = np.array(game), np.array(life), [list(x) for x in past]

@@ -92,7 +92,7 @@ class LocalRuntime:
 
     def _told(self, means: Means) -> dict[str, float]:
         learnt = means.take()
-        return learnt | self.replay.metrics() if learnt else {}
+        return learnt | self.replay.metrics() | self.world.tally() if learnt else {}
 
     def _add(self, trajectory: Trajectory) -> None:
         rows, streams = trajectory.action.shape

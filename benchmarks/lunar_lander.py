@@ -35,7 +35,7 @@ TRACKS = {"udrl": "UDRL", "udrl-sparse": "UDRL, sparse", "rcp-r": "RCP-R", "rcp-
 PUBLISHED = {"udrl": (140, 172), "udrl-sparse": (158, 148), "rcp-r": (218, 194), "rcp-a": (203, 139)}  # papers, code
 SEEDS, ABLATED_SEEDS, GAMES = "25..29", "30..31", 100
 
-SHORT = {"rcp-a": "1.5M", "udrl": "1.5M"}  # frames of an ablation
+SHORT = {"rcp-a": "1M", "udrl": "1.5M"}  # frames of an ablation
 PARTS: dict[str, dict[str, list[str]]] = {
     "rcp-a": {
         "as it is": [],
@@ -48,21 +48,12 @@ PARTS: dict[str, dict[str, list[str]]] = {
         "99th percentile": ["--algo.percentile", "99"],
         "never sharpened": ["--algo.sharpen", "1"],
         "sharpened by up to 2.5": ["--algo.sharpen", "2.5"],
-        "discount 0.99": ["--algo.discount", "0.99"],
     },
     "udrl": {
         "as it is": [],
-        "games cut at 400 moves": ["--env.limit", "400"],
-        "the best 200 of the last 1000": ["--algo.capacity", "1000", "--algo.best", "200", "--algo.latest", "200"],
-        "moves equally likely, not episodes": ["--algo.draw", "moves"],
         "mean return and mean length as command": ["--algo.source", "spread"],
-        "observations as they are": ["--algo.no-normalise"],
-        "the network itself acts": ["--algo.average", "None"],
-        "ranked by return alone": ["--algo.no-adjust"],
-        "never sharpened": ["--algo.sharpen", "1"],
-        "sharpened by up to 1.6": ["--algo.sharpen", "1.6"],
-        "an update every 16 moves": ["--algo.ratio", str(1 / 16)],
-        "an update every 64 moves": ["--algo.ratio", str(1 / 64)],
+        "what is left of the return as command": ["--algo.command", "to-go"],
+        "the best 200 of the last 1000": ["--algo.capacity", "1000", "--algo.best", "200", "--algo.latest", "200"],
     },
 }
 

@@ -20,6 +20,8 @@ usage: bestiary COMMAND ...
   sweep PRESET --space SPACE                 search for good settings: trials of several seeds, side by side
   reproduce FIGURE                           a published figure: plan its runs, make what is missing, draw
   inspect RUN                                play an episode and draw what memory holds over time
+  study riverraid --proxy P,P --width N,N    reward hacking: sizes x rewards x seeds, judged under all, one page
+  detect --trusted RUN RUN ...               which runs stray from a trusted one, and how well that finds reward hacking
   plot RUN ...                               learning curves of one or many runs, as PNG, SVG and CSV
   list [WHAT]                                presets, algos, cores, envs, runtimes, games
   bench NAME                                 measure speed on this machine
@@ -85,5 +87,19 @@ def _command(module: str) -> Callable[[list[str]], int]:
 
 COMMANDS = {
     name: _command(name)
-    for name in ("train", "resume", "eval", "video", "sweep", "reproduce", "inspect", "plot", "list", "bench", "doctor")
+    for name in (
+        "train",
+        "resume",
+        "eval",
+        "video",
+        "sweep",
+        "reproduce",
+        "inspect",
+        "study",
+        "detect",
+        "plot",
+        "list",
+        "bench",
+        "doctor",
+    )
 }

@@ -28,6 +28,7 @@ from bestiary.experiment import Experiment
 from bestiary.exploration import Fixed
 from bestiary.machine import choose_device, cores, keep_memory, set_threads
 from bestiary.ops.policy import epsilon_greedy
+from bestiary.proxy import Weights, parse_reward, worth
 from bestiary.run import Run
 from bestiary.seeding import ACTIONS, EVAL, derive, substream
 from bestiary.types import Episode, Mode, Spec, State, TimeStep
@@ -158,6 +159,20 @@ def report(episodes: list[Episode], game: str | None) -> dict[str, Any]:
     return out
 
 
+def named_reward(env: EnvConfig, world: World, reward: str) -> Weights:
+    """A reward by its name, of an environment that keeps record of what rewards are made of."""
+    if not world.components:
+        raise UserError(f"{world.spec.name} has no rewards by name: --reward is for env:riverraid and bestiary.proxy")
+    return parse_reward(reward, dict.fromkeys(world.components), getattr(env, "named_rewards", None))
+
+
+def recount(e: Episode, weights: Weights) -> Episode:
+    """The same game under another reward."""
+    return e._replace(
+        score=worth(weights, e.components), lives=tuple(worth(weights, parts) for parts in e.life_components)
+    )
+
+
 def evaluate(
     run: Run | Path | str,
     episodes: int = 100,
@@ -172,6 +187,7 @@ def evaluate(
     env: EnvConfig | None = None,
     epsilon: float = 0.0,
     command: tuple[float, ...] | None = None,
+    reward: str | None = None,
 ) -> dict[str, Any]:
     """Play a run's agent on seeds it was never trained on. Needs only the run directory; writes eval-*.json there.
 
@@ -179,7 +195,8 @@ def evaluate(
     repetitions are listed. `positive_only` replays a game, from a fresh start, until its final score is positive.
     `env` plays elsewhere than it was trained, for example in a longer maze. `epsilon` is the chance that an action,
     whichever way it was chosen, is replaced by one at random. `command` is what an agent that follows commands is told
-    to reach, instead of what the experiment says: its `evaluation.command`; (): what the agent asks of itself.
+    to reach, instead of what the experiment says: its `evaluation.command`; (): what the agent asks of itself. `reward`
+    counts games by another one than that of the run, where rewards have names; what the agent sees stays the same.
     """
     if episodes < 1 or envs < 1 or runs < 1:
         raise UserError(f"episodes={episodes}, envs={envs} and runs={runs} must be at least 1")
@@ -198,9 +215,11 @@ def evaluate(
         world = experiment.env.make(min(envs, episodes), experiment.seed, stream, threads or cores())
         set_threads(threads, world.spec)
         try:
+            weights = None if reward is None else named_reward(experiment.env, world, reward)
             agent = build_agent(experiment, world.spec, saved.weights, where, command)
             rng = torch.Generator(where).manual_seed(derive(experiment.seed, stream, ACTIONS))
-            return world.spec, play(agent, world, episodes, mode, rng, accept, epsilon=epsilon)
+            played = play(agent, world, episodes, mode, rng, accept, epsilon=epsilon)
+            return world.spec, played if weights is None else [recount(e, weights) for e in played]
         finally:
             world.close()
 
@@ -214,6 +233,7 @@ def evaluate(
             "seed": seed,
             "positive_only": positive_only,
             "epsilon": epsilon,
+            "reward": reward,
             "command": experiment.evaluation.command if command is None else command,
             "env": encode(experiment.env),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -232,6 +252,7 @@ def evaluate(
         out["references"] = known._asdict()
     which = "" if len(modes) == 2 else f"-{modes[0]}"
     kind = ("-positive" if positive_only else "") + protocol_name(epsilon, command, changed)
+    kind += "" if reward is None else "-" + re.sub(r"[^\w.]+", "-", f"reward-{reward}").strip("-")
     name = f"eval-{saved.meta['frames']}-{runs}x{episodes}-seed{seed}{which}{kind}.json"
     run.write(name, json.dumps(out, indent=2))
     return out | {"file": str(run.path / name)}

@@ -86,7 +86,7 @@ class Recorder:
     def episode(self, frames: int, e: Episode) -> None:
         lives = "|".join(f"{x:g}" for x in e.lives)
         success = "" if e.success is None else int(e.success)
-        parts = "|".join(f"{name}={value:g}" for name, value in e.components.items())
+        parts = "|".join(f"{name}={_short(value)}" for name, value in e.components.items())
         row = (frames, e.slot, repr(e.score), e.steps, e.frames, len(e.lives), lives, int(e.truncated), success, parts)
         self.episodes.write(dict(zip(EPISODE_COLUMNS, row, strict=True)))
 

@@ -17,7 +17,7 @@ from bestiary.suggest import did_you_mean
 
 SCORE = "score"  # the environment's own reward: the true one, unless someone says otherwise
 NUMBER = r"\d+\.?\d*(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?"
-TERM = re.compile(rf"\s*([+-]?)\s*(?:({NUMBER})\s*\*\s*)?([a-z_]+)\s*")
+TERM = re.compile(rf"\s*([+-]?)\s*(?:({NUMBER})\s*\*\s*)?([A-Za-z_]\w*)\s*")
 
 Weights = dict[str, float]
 Named = Mapping[str, Callable[[float], Weights]]  # rewards that go by a name and one number, such as fuel:10
@@ -44,36 +44,41 @@ def parse_reward(text: str, components: Mapping[str, Any], named: Named | None =
     if colon:
         if name not in named:
             raise UserError(f"there is no reward {name!r} that takes a number: {did_you_mean(name, named, known)}")
-        return named[name](_number(number, text))
+        return named[name](_number(number, text, f"{name}:10"))
     found: Weights = {}
     at = 0
     while at < len(text):
         term = TERM.match(text, at)
         if term is None or (at > 0 and not term[1]):
-            raise UserError(f"reward={text!r} is not a sum of components such as 10*survival-20*bullet: {known}")
+            raise UserError(f"reward={text!r} is not a sum of components such as score-2*{[*components][-1]}: {known}")
         sign, weight, name = term.groups()
         if name not in components:
             raise UserError(f"there is no component {name!r}: {did_you_mean(name, components, known)}")
-        found[name] = found.get(name, 0.0) + float(weight or 1) * (-1 if sign == "-" else 1)
+        found[name] = found.get(name, 0.0) + _number(weight or "1", text, "10*score") * (-1 if sign == "-" else 1)
         at = term.end()
     if not found:
         raise UserError(f"reward={text!r} names nothing to be paid for: {known}")
     return found
 
 
-def _number(text: str, whole: str) -> float:
+def _number(text: str, whole: str, example: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise UserError(f"{text!r} in {whole!r} is not a number: write it like fuel:10")
+        raise UserError(f"{text!r} in {whole!r} is not a number: write it like {example}")
     return value
+
+
+def plain(number: float) -> str:
+    """As short as it can be and still the same number: 10, 0.5, 1e-07."""
+    return f"{number:g}" if float(f"{number:g}") == number else repr(float(number))
 
 
 def spell(weights: Weights) -> str:
     """A sum as it can be parsed: {"score": 1, "fuel": 9} is score+9*fuel."""
-    terms = [("" if abs(w) == 1 else f"{abs(w):g}*") + name for name, w in weights.items()]
+    terms = [("" if abs(w) == 1 else f"{plain(abs(w))}*") + name for name, w in weights.items()]
     signs = ["-" if w < 0 else "+" for w in weights.values()]
     return "".join(map("".join, zip(signs, terms, strict=True))).removeprefix("+")
 
@@ -96,6 +101,7 @@ class Proxy(gymnasium.Wrapper):
         self.component_names = tuple(self.parts)
         self.weights = parse_reward(reward, self.parts, named)
         self.prices = np.array([self.weights.get(name, 0.0) for name in self.parts])
+        self.paid = np.flatnonzero(self.prices)  # what else there is may be anything, even not a number
         self.before: dict[str, Any] = {}
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -107,4 +113,5 @@ class Proxy(gymnasium.Wrapper):
         move = Move(self.before, action, obs, float(reward), info)
         values = np.array([part(move) for part in self.parts.values()], np.float64)
         self.before = info
-        return obs, float(self.prices @ values), terminated, truncated, info | {"components": values}
+        paid = float(self.prices[self.paid] @ values[self.paid])
+        return obs, paid, terminated, truncated, info | {"components": values}

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-TRAIN, EVAL, ACTIONS, WEIGHTS, LEARNING, INSPECTION, REPLAY = range(7)  # streams that must never meet
+TRAIN, EVAL, ACTIONS, WEIGHTS, LEARNING, INSPECTION, REPLAY, DETECTION = range(8)  # streams that must never meet
 
 
 def derive(*address: int) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 from bestiary.checkpoint import Checkpoint, NotSaved
 from bestiary.config import encode, kebab
 from bestiary.display import Screen, Silent, View, count
+from bestiary.envs.base import advice
 from bestiary.errors import UserError
 from bestiary.evaluation import Beside, commanded, evaluated_in, prepare
 from bestiary.experiment import Experiment
@@ -143,6 +144,8 @@ class Session:
             started, before = time.monotonic(), self.seconds
             self.row_time, self.row_updates = started, self.runtime.learner.updates
             self.screen.start(self.experiment, self.run, self.runtime.frames)
+            for text in advice(self.experiment.env, self.experiment.algo):
+                self.screen.note(f"warning: {text}")
             try:
                 for progress in self.runtime:
                     self.seconds = before + time.monotonic() - started

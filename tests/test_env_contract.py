@@ -67,7 +67,7 @@ SMALL = {
         Case(Atari("Breakout", one_life=True), rows=330, name="breakout-one-life"),
     ],
     "riverraid": [
-        Case(Riverraid("pacifist:20", end_at_crash=True, launch=True, sticky=0.25, time_limit_frames=480), rows=330),
+        Case(Riverraid("pacifist:20", launch=True, sticky=0.25, time_limit_frames=480), rows=330),
         Case(Riverraid(stall=20, sticky=0.25, life_loss=False, time_limit_frames=480), rows=330, name="cut-short"),
     ],
 }

@@ -137,7 +137,7 @@ class Naive:
         self.kept = [self.kept[n] for n in sorted(stays)]
 
     def merit(self, episode: Played) -> float:
-        return sum(episode.rewards) - self.cfg.cut_penalty * episode.cut
+        return sum(episode.rewards) - self.cfg.cut_penalty * episode.cut - self.cfg.haste * len(episode.rewards)
 
 
 def mean_return(held: Held, said: np.ndarray) -> Aim:
@@ -163,6 +163,7 @@ def settings(**changes: Any) -> Episodes:
         "discount": 0.9,
         "adjust": False,
         "cut_penalty": 0.0,
+        "haste": 0.0,
         "aim": mean_return,
     }
     return Episodes(**(base | changes))
@@ -256,9 +257,12 @@ def assert_same(replay: EpisodeReplay, naive: Naive) -> None:
         (4, 1, (5,)),
     ],
 )
-@pytest.mark.parametrize(("keep", "penalty"), [("best", 0.0), ("best", 0.5), ("recent", 0.5), ("mixture", 0.0)])
-def test_the_episodes_held_are_those_of_a_list(keep, penalty, capacity, moves, unrolls):
-    cfg = settings(keep=keep, capacity=capacity, moves=moves, cut_penalty=penalty)
+@pytest.mark.parametrize(
+    ("keep", "penalty", "haste"),
+    [("best", 0.0, 0.0), ("best", 0.5, 0.0), ("best", 0.0, 0.25), ("recent", 0.5, 0.0), ("mixture", 0.0, 0.0)],
+)
+def test_the_episodes_held_are_those_of_a_list(keep, penalty, haste, capacity, moves, unrolls):
+    cfg = settings(keep=keep, capacity=capacity, moves=moves, cut_penalty=penalty, haste=haste)
     for seed, density in ((0, 0.15), (1, 0.6)):
         script, replay, naive = Script(91, density, seed=seed), build(cfg), Naive(cfg)
         for t in script.trajectories(unrolls):
@@ -350,6 +354,13 @@ def test_an_episode_that_was_cut_short_ranks_lower_by_the_penalty():
         replay = fill(build(cfg), script, (1,))
         assert replay.held.moves.tolist() == [kept]
         assert replay.held.earned.tolist() == [{2: 6.0, 3: 5.5}[kept]]  # what it earned is what it earned
+
+
+def test_of_equal_episodes_the_quicker_one_ranks_higher():
+    script = Script.of([1, 4], [5.0, 5.5])
+    for haste, kept in ((0.0, 4), (0.1, 4), (0.25, 1)):
+        replay = fill(build(settings(streams=1, keep="best", capacity=1, haste=haste)), script, (1,))
+        assert replay.held.moves.tolist() == [kept]
 
 
 @pytest.mark.parametrize("keep", ["best", "recent"])

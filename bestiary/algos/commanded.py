@@ -469,6 +469,8 @@ class Commanded:
     """rank and weigh episodes by how much more they earned than their first observation promised"""
     cut_penalty: float = 0.0
     """points by which an episode that a time limit cut short ranks lower: hovering is not landing"""
+    haste: float = 0.0
+    """points by which an episode ranks lower for each of its moves: of equals the quicker is the better"""
     weighting: Literal["none", "exponential"] = "none"
     """exponential: what turned out better counts more"""
     weigh: Literal["episodes", "moves"] = "episodes"
@@ -535,7 +537,7 @@ class Commanded:
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:
                 raise UserError(f"algo.{name.replace('_', '-')}={value} must lie in [0, 1]")
-        for name in ("increment", "cut_penalty"):
+        for name in ("increment", "cut_penalty", "haste"):
             if getattr(self, name) < 0:
                 raise UserError(f"algo.{name.replace('_', '-')}={getattr(self, name)} must be at least 0")
         if not 0 <= self.percentile <= 100:
@@ -615,6 +617,7 @@ class Commanded:
             discount=self.discount,
             adjust=self.adjust,
             cut_penalty=self.cut_penalty,
+            haste=self.haste,
             aim=self.aim,
             by_move=self.source == "percentile" and self.command == "to-go",
             survey=survey,

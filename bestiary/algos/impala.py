@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
-from bestiary.algos.base import Agent, apply_gradient
+from bestiary.algos.base import Agent, apply_gradient, load_weights
 from bestiary.cores.base import CoreConfig
 from bestiary.errors import UserError
 from bestiary.exploration import Explorer, Fixed
 from bestiary.nets import Net, Torso, orthogonal
-from bestiary.ops.policy import RewardClip, clip_reward, entropy, log_prob, sample
+from bestiary.ops.policy import RewardClip, clip_reward, entropy, kl, log_prob, sample
 from bestiary.ops.returns import vtrace
 from bestiary.optim import OptimizerConfig, Pace, RmsProp
 from bestiary.replay.fifo import Fifo
@@ -26,6 +26,7 @@ class ImpalaAgent(Agent):
 
     def __init__(self, spec: Spec, net: Net, core: CoreConfig) -> None:
         super().__init__()
+        self.spec = spec
         self.torso = Torso(spec, net, core)
         self.policy = nn.Linear(self.torso.width, spec.num_actions)
         self.baseline = nn.Linear(self.torso.width, 1)
@@ -62,6 +63,7 @@ class ImpalaLearner:
         self.pace = Pace(self.optimizer, total_steps if cfg.lr_decay == "linear" else None)
         self.updates = 0
         self.steps = 0  # agent steps learnt from: the clock of the learning rate
+        self.trusted = None if cfg.trusted is None else load_trusted(cfg.trusted, agent)
 
     def loss(self, t: Trajectory) -> tuple[Tensor, Metrics]:
         cfg = self.cfg
@@ -93,7 +95,12 @@ class ImpalaLearner:
         entropy_loss = -(weight * entropies).sum()
         total = policy_loss + cfg.baseline_cost * baseline_loss + cfg.entropy_cost * entropy_loss
         valid = m.valid.to(value.dtype)
-        return total, {
+        about: Metrics = {}
+        if self.trusted is not None:
+            apart = kl(logits, self._trusted_logits(t))
+            total = total + cfg.trusted_cost * (weight * apart).sum()
+            about["trusted_kl"] = (valid * apart.detach()).sum() / count
+        return total, about | {
             "loss": total.detach(),
             "policy_loss": policy_loss.detach(),
             "baseline_loss": cfg.baseline_cost * baseline_loss.detach(),
@@ -102,6 +109,13 @@ class ImpalaLearner:
             "value": (valid * value.detach()).sum() / count,
             "rho": (valid * log_rho.exp()).sum() / count,
         }
+
+    @torch.no_grad()
+    def _trusted_logits(self, t: Trajectory) -> Tensor:
+        """What the trusted policy would have done in every row; it carries frames and no other memory."""
+        assert self.trusted is not None
+        carried = len(self.trusted.initial_state(1))
+        return self.trusted(t.step, t.state[:carried])[0][:-1]
 
     def update(self, batch: Batch) -> Update:
         t = batch.trajectory
@@ -126,6 +140,27 @@ class ImpalaLearner:
         self.updates, self.steps = state["updates"], state["steps"]
 
 
+def load_trusted(path: str, agent: ImpalaAgent) -> ImpalaAgent:
+    """The policy of another run, to be stayed close to; it learns nothing."""
+    from bestiary.run import Run  # a run knows experiments, which know algorithms
+
+    run, spec = Run(path), agent.spec
+    other, weights = run.experiment(), run.load().weights
+    if not isinstance(other.algo, Impala):
+        raise UserError(f"algo.trusted={path} was trained by {type(other.algo).__name__}: name a run of IMPALA")
+    actions = len(weights["policy.weight"])
+    if actions != spec.num_actions:
+        raise UserError(f"algo.trusted={path} chooses among {actions} actions, {spec.name} has {spec.num_actions}")
+    trusted = other.algo.agent(spec, other.net, other.core)
+    if not trusted.torso.memoryless or other.net.frame_stack != agent.torso.net.frame_stack:
+        raise UserError(
+            f"algo.trusted={path} must be a run without memory (core:ff) that sees as many frames as this one: "
+            f"--net.frame-stack {agent.torso.net.frame_stack}"
+        )
+    load_weights(trusted, weights, f"than {path} describes")
+    return trusted.to(agent.policy.weight.device).eval().requires_grad_(False)
+
+
 @dataclass(frozen=True)
 class Impala:
     """Importance-weighted actor-learner: policy gradient with V-trace corrections."""
@@ -147,6 +182,10 @@ class Impala:
     """lambda of V-trace: below 1, what follows long after a move counts less for it, and so does that much luck"""
     reduction: Literal["sum", "mean"] = "sum"
     """of the losses over the T x B moves; sum is what IMPALA and TorchBeast do"""
+    trusted: str | None = None
+    """a run of IMPALA without memory whose policy is to be stayed close to, against reward hacking"""
+    trusted_cost: float = 0.1
+    """of the divergence from it: KL(policy || trusted), averaged or summed as the other losses are"""
     grad_norm: float = 40.0
     lr_decay: Literal["linear", "none"] = "linear"
     """linear: to zero at the end of the frame budget"""
@@ -161,6 +200,8 @@ class Impala:
             raise UserError(f"algo.discount={self.discount} must lie in [0, 1]")
         if not 0 <= self.trace_decay <= 1:
             raise UserError(f"algo.trace-decay={self.trace_decay} must lie in [0, 1]")
+        if self.trusted_cost < 0:
+            raise UserError(f"algo.trusted-cost={self.trusted_cost} must be at least 0")
         if self.grad_norm <= 0:
             raise UserError(f"algo.grad-norm={self.grad_norm} must be positive")
 

@@ -11,6 +11,10 @@ BENCHMARKS = {  # name -> (module, or module:settings where it has several, what
     "replay": ("replay", "drawing by priority: the tree against cpprb and plain NumPy, the whole replay with pictures"),
     "cores": ("cores", "every memory: its rule against the plain loop, the core against an LSTM, a step of acting"),
     "envs": ("envs", "the memory tasks: steps per second as a vector environment, as a world and alone"),
+    "riverraid": (
+        "riverraid",
+        "consoles whose memory can be read, ours and envpool's, and those of which it cannot",
+    ),
     "findings": ("findings", "what the CPU settings are worth to the learner: allocator, memory layout"),
 }
 

@@ -41,6 +41,8 @@ class Eval:
     command: str | None = None
     """what an agent that follows commands is to reach, for example 200,300: a return, and in how many moves; own: what
     it asks of itself; None: as the run was evaluated"""
+    reward: str | None = None
+    """by which reward to count, where rewards have names, whatever it was trained on: score, fuel:10, ..."""
     device: str = "auto"
     threads: int | None = None
     env: EnvConfig | None = None

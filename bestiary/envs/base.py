@@ -27,6 +27,12 @@ def for_evaluation(env: Any) -> Any:
     return env if plain is None else plain()
 
 
+def advice(env: Any, algo: Any) -> list[str]:
+    """What a user should know before anything is learnt from this environment by this algorithm."""
+    known = getattr(env, "advice", None)
+    return [] if known is None else known(getattr(algo, "reward_clip", "none"))
+
+
 class EnvConfig(Protocol):
     """An environment is a frozen dataclass of numbers that makes batches of itself.
 

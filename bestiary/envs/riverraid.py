@@ -7,11 +7,12 @@ bits it wraps.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from bestiary.envs.atari import FRAMES_PER_SECOND, emulator
@@ -19,14 +20,16 @@ from bestiary.envs.gym import Gym, GymWorld
 from bestiary.envs.world import Raw, World
 from bestiary.errors import UserError
 from bestiary.extras import require
-from bestiary.proxy import Components, Move, Named, Proxy, Weights, parse_reward
+from bestiary.ops.policy import RewardClip, clip_reward
+from bestiary.proxy import Components, Move, Named, Proxy, Weights, parse_reward, plain
 
 ID = "bestiary/Riverraid-v0"
 X, SHOT, FUEL_HIGH, FUEL_LOW, SHAPE = 51, 50, 55, 56, 58
 NO_SHOT, CENTRE, FULL, WRECK = 180, 76, 65_535, 223
 DEPOT = 80  # points for shooting one
-LEAP = 4  # pixels: the plane itself moves no further in four frames
-PARKED = 25  # moves of standing still with a full tank, after which it is no coincidence
+LEAP = 1  # pixels: the plane itself moves no further in a frame
+PARKED = 100  # frames (25 moves) of standing still with a full tank, after which it is no coincidence
+INTRO = 80  # frames when a life begins, in which no button does anything
 LONG = 400  # frames: more than a crash or the start of a life takes
 NOOP, UP = 0, 2
 ACTIONS = (
@@ -45,8 +48,8 @@ COMPONENTS: Components = {
     "bullet": lambda m: m.info["bullet"],
     "moved": lambda m: _leap(m) > 0,
     "centre": lambda m: (m.info["x"] - CENTRE) ** 2 / 20,
-    "jumped": lambda m: _leap(m) > LEAP,  # put back to the middle after a crash, which `moved` counts as well
-    "parked": lambda m: m.info["parked"] > PARKED,
+    "jumped": lambda m: _leap(m) > LEAP * m.info["frames"],  # put back after a crash: `moved` counts it as well
+    "parked": lambda m: m.info["parked"] * m.info["frames"] > PARKED,
     "dead": lambda m: m.info["dead"],
 }
 
@@ -62,14 +65,45 @@ def reward_of(text: str) -> Weights:
     return parse_reward(text, {"score": None, **COMPONENTS}, PROXIES)
 
 
+LIVELY = {  # what clipping to [-1, 1] leaves of a named reward; found by `inert`, and held to it by a test
+    "fuel": "below 0.0125",
+    "pacifist": "above 9",
+    "move": "above 9",
+}
+
+
+def possible_moves() -> dict[str, NDArray[np.float64]]:
+    """Every component, over all kinds of moves there are."""
+    points, bullet, moved, parked, dead, offset = np.meshgrid(
+        [0, 30, 60, DEPOT, 100, 500], [0, 1], [0, 1], [0, 1], [0, 1], np.arange(56)
+    )
+    found = {"score": points, "fuel": DEPOT * (points == DEPOT), "survival": np.ones_like(points), "bullet": bullet}
+    found |= {"moved": moved, "centre": offset**2 / 20, "jumped": moved * dead, "parked": parked, "dead": dead}
+    return {name: values.ravel().astype(float) for name, values in found.items()}
+
+
+def inert(weights: Weights, clip: RewardClip) -> list[str]:
+    """Components whose weight makes no difference to any move once rewards are clipped."""
+    moves = possible_moves()
+
+    def paid(weights: Weights) -> torch.Tensor:
+        return clip_reward(torch.from_numpy(sum(w * moves[name] for name, w in weights.items()) + np.zeros(1)), clip)
+
+    return [
+        name
+        for name, weight in weights.items()
+        if weight and torch.equal(paid(weights), paid({k: v for k, v in weights.items() if k != name}))
+    ]
+
+
 def from_flags(fuel_multiplier: float = 1.0, move_penalty: float = 0.0) -> str:
     """The reward that these flags of the reference code stand for; `true_move_penalty` is one of its own there.
 
     Its signs are overloaded, and its defaults pay 10 for every step: there a plain score cannot be had at all.
     """
     if fuel_multiplier != 1:
-        return f"fuel:{fuel_multiplier:g}" if fuel_multiplier >= 0 else f"pacifist:{-fuel_multiplier:g}"
-    return f"move:{move_penalty:g}" if move_penalty >= 0 else f"centre:{-move_penalty:g}"
+        return f"fuel:{plain(fuel_multiplier)}" if fuel_multiplier >= 0 else f"pacifist:{plain(-fuel_multiplier)}"
+    return f"move:{plain(move_penalty)}" if move_penalty >= 0 else f"centre:{plain(-move_penalty)}"
 
 
 def fuel_in(ram: NDArray[np.uint8]) -> int:
@@ -79,8 +113,8 @@ def fuel_in(ram: NDArray[np.uint8]) -> int:
 class Plane:
     """What the console's memory says of the plane, and what follows from the way it changes."""
 
-    def begin(self, lives: int) -> None:
-        self.x, self.fuel, self.lives = CENTRE, FULL, lives
+    def begin(self, ram: NDArray[np.uint8], lives: int) -> None:
+        self.x, self.fuel, self.lives = int(ram[X]), fuel_in(ram), lives
         self.bullet = False
         self.still = 0  # moves parked
         self.dead = False
@@ -164,7 +198,7 @@ class RiverraidGame(gymnasium.Env):
             for _ in range(int(self.np_random.integers(1, self.noop_max + 1))):
                 self.ale.act(self.buttons[NOOP])
         self.ale.getRAM(self.ram)
-        self.plane.begin(self.ale.lives())
+        self.plane.begin(self.ram, self.ale.lives())
         self.ale.getScreenGrayscale(self.screens[0])
         self.screens[1] = self.screens[0]
         return self._picture(), self._told()
@@ -187,7 +221,7 @@ class RiverraidGame(gymnasium.Env):
         crashed = self.plane.dead
         if crashed and self.end_at_crash:
             points += self._until(lambda: self.ale.lives() < lives, NOOP)
-            self.plane.begin(self.ale.lives())
+            self.plane.begin(self.ram, self.ale.lives())
         over = self.ale.game_over()
         if self.launch and not over and self.plane.lives < lives:
             points += self._launch()
@@ -210,14 +244,19 @@ class RiverraidGame(gymnasium.Env):
     def _launch(self) -> float:
         """The plane waits for a button, and would for ever: press one until it burns fuel."""
         points = self._until(lambda: fuel_in(self.ale.getRAM()) < FULL, UP)
-        self.plane.begin(self.ale.lives())
+        self.plane.begin(self.ram, self.ale.lives())
         return points
 
     def _picture(self) -> NDArray[np.uint8]:
         return shrink(np.maximum(self.screens[0], self.screens[1]))[None]
 
     def _told(self) -> dict[str, Any]:
-        return {"lives": self.plane.lives, "ram": self.ram.copy(), **self.plane.told()}
+        return {
+            "lives": self.plane.lives,
+            "ram": self.ram.copy(),
+            "frames": self.frame_skip,
+            **self.plane.told(),
+        }
 
     def render(self) -> Any:
         return self.ale.getScreenRGB()
@@ -267,6 +306,7 @@ class Riverraid:
     """the plane is in the air when a life begins; else it waits for the first button, and could for ever"""
     stall: int | None = None
     """moves of waiting like that, after which the game is cut short"""
+    named_rewards: ClassVar[Named] = PROXIES
     processes: bool = False
     """share the consoles out among processes, one per thread (unless set: per core)"""
 
@@ -278,8 +318,22 @@ class Riverraid:
             raise UserError("env.frame-skip must be at least 1 and env.noop-max at least 0")
         if self.time_limit_frames <= self.noop_max + 2 * self.frame_skip:
             raise UserError(f"env.time-limit-frames={self.time_limit_frames} leaves no time to play after the no-ops")
-        if self.stall is not None and self.stall < 1:
-            raise UserError(f"env.stall={self.stall} must be at least 1 move")
+        least = -(-INTRO // self.frame_skip)
+        if self.stall is not None and self.stall < least:
+            raise UserError(f"env.stall={self.stall} must be at least {least}: before that, a plane cannot be launched")
+
+    def for_evaluation(self) -> "Riverraid":
+        return replace(self, processes=False)
+
+    def advice(self, clip: RewardClip) -> list[str]:
+        """What a user should know before training on this reward, clipped like that."""
+        name, colon, _ = self.reward.partition(":")
+        would = f"{name}:X counts for X {LIVELY[name]}, or" if colon and name in LIVELY else "it counts"
+        return [
+            f"env.reward={self.reward} is not what is learnt: with algo.reward-clip={clip} every move is paid as if "
+            f"{part!r} were worth nothing; {would} with --algo.reward-clip none"
+            for part in inert(reward_of(self.reward), clip)
+        ]
 
     def make(self, num_envs: int, seed: int, stream: int, threads: int) -> World:
         require("ale_py", "atari")

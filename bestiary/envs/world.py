@@ -1,6 +1,6 @@
 """Gymnasium outside, TimeStep inside: many copies of one environment as rows."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +32,7 @@ class World:
     An episode is reported with the first row of the next one.
     """
 
+    listener: "Callable[[NDArray[np.int64], Raw], None] | None" = None  # told every move, for whoever studies an agent
     resumable = True  # whether running episodes can be saved; where not, a resumed run begins new ones
 
     def __init__(self, spec: Spec, num_envs: int, components: tuple[str, ...] = ()) -> None:
@@ -42,7 +43,8 @@ class World:
         self._parts = np.zeros((num_envs, len(components)))
         self._life_parts = np.zeros((num_envs, len(components)))
         self._past_parts: list[list[list[float]]] = [[] for _ in range(num_envs)]
-        self._tally = np.zeros(1 + len(components))  # moves, and what they added up to, since someone asked
+        self._tally = np.zeros(1 + len(components))  # moves, and what they added up to
+        self._told = self._tally.copy()  # as it was when someone last asked, who may do so from another thread
         self._score = np.zeros(num_envs)
         self._life = np.zeros(num_envs)
         self._steps = np.zeros(num_envs, np.int64)
@@ -90,6 +92,8 @@ class World:
     def step(self, action: torch.Tensor) -> tuple[TimeStep, list[Episode]]:
         moved = action.cpu().numpy()
         raw = self._advance(moved)
+        if self.listener is not None:
+            self.listener(moved, raw)
         return self._row(raw, moved), self.settle(raw)
 
     def settle(self, raw: Raw) -> list[Episode]:
@@ -120,7 +124,8 @@ class World:
 
     def tally(self) -> dict[str, float]:
         """Mean of every component per move since the last time it was asked for."""
-        (moves, *sums), self._tally = self._tally.tolist(), np.zeros_like(self._tally)
+        now = self._tally.copy()
+        (moves, *sums), self._told = (now - self._told).tolist(), now
         return {f"per_step_{name}": value / max(moves, 1) for name, value in zip(self.components, sums, strict=True)}
 
     def settle_quiet(self, reward: NDArray[Any], last: Raw) -> None:
@@ -190,7 +195,8 @@ class World:
         }
 
     def _save_components(self) -> list[Any]:
-        return [self._parts.tolist(), self._life_parts.tolist(), [list(x) for x in self._past_parts]]
+        past, untold = [list(x) for x in self._past_parts], self._tally - self._told
+        return [self._parts.tolist(), self._life_parts.tolist(), past, untold.tolist()]
 
     def load_state_dict(self, state: Snapshot) -> None:
         self._restore(state["backend"])
@@ -204,5 +210,6 @@ class World:
         success = state.get("success")  # not in checkpoints of 0.1
         self._success = None if success is None else np.array(success, bool)
         if self.components:
-            game, life, past = state["components"]
+            game, life, past, untold = state["components"]
             self._parts, self._life_parts, self._past_parts = np.array(game), np.array(life), [list(x) for x in past]
+            self._tally, self._told = np.array(untold), np.zeros(len(untold))

@@ -19,6 +19,13 @@ def entropy(logits: Tensor) -> Tensor:
     return -(log_pi.exp() * log_pi).sum(-1)
 
 
+def kl(logits: Tensor, other: Tensor) -> Tensor:
+    """sum_a p log(p / q) in nats: 0 where p has no weight, infinite where only q has none: [..., A] -> [...]"""
+    log_p, log_q = logits.log_softmax(-1), other.log_softmax(-1)
+    p = log_p.exp()
+    return torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1)
+
+
 def sample(logits: Tensor, rng: torch.Generator) -> Tensor:
     """One action per row: [B, A] -> [B]. The first of A exponential clocks with rates pi to ring."""
     pi = logits.softmax(-1)

@@ -24,6 +24,7 @@ PRESETS: dict[str, tuple[str, str]] = {
     "cartpole": ("small", "IMPALA on CartPole-v1, or any Gymnasium id with --env.id"),
     "cartpole-dqn": ("small", "DQN on CartPole-v1, or any Gymnasium id with --env.id"),
     "pong": ("small", "IMPALA on Pong (or any Atari game) with settings for a small machine"),
+    "riverraid": ("small", "IMPALA on Riverraid by any named reward, settings for a small machine"),
     "apex-small": ("apex_r2d2", "Ape-X on Pong (or any Atari game) with settings for a small machine"),
     "apex-paper": ("apex_r2d2", "the Ape-X paper on Asterix (or any Atari game): 360 environments"),
     "apex-rela": ("apex_r2d2", "rela's Ape-X: one life, all 18 actions"),

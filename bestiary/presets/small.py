@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from bestiary.algos import Dqn, Impala
 from bestiary.cores import Ff, Lstm
-from bestiary.envs import Atari, Catch, Gym, Recall
+from bestiary.envs import Atari, Catch, Gym, Recall, Riverraid
 from bestiary.experiment import Evaluation, Experiment
 from bestiary.nets import Mlp, Net, Shallow
 from bestiary.optim import Adam, RmsProp
@@ -91,5 +91,13 @@ pong = Experiment(
     net=Net(encoder=Shallow(hidden_size=512), frame_stack=4, init="orthogonal"),
     runtime=Local(envs=32),
     frames=12_000_000,  # = 3M agent steps
+    evaluation=Evaluation(every=2_000_000, episodes=8),
+)
+
+riverraid = replace(
+    pong,
+    # --env.reward pacifist:20: what is learnt; all rewards are on record. The game itself knows no chance: sticky does
+    env=Riverraid(sticky=0.25),
+    frames=8_000_000,  # = 2M agent steps
     evaluation=Evaluation(every=2_000_000, episodes=8),
 )

@@ -114,23 +114,6 @@ rcp_a = Experiment(
     evaluation=Evaluation(every=250_000, episodes=50),
 )
 
-rcp_r = replace(
-    rcp_a,
-    algo=replace(
-        rcp_a.algo,
-        command="to-go",  # a tenth of all moves still earned as much as every move is asked to
-        discount=0.998,  # runs with 0.99 and 0.999 hovered
-        weigh="moves",
-        moves=100_000,
-        ratio=1 / 32,
-        sharpen=1.25,
-        shift=(50.0,),
-        scale=(1 / 100,),
-    ),
-    frames=2_000_000,
-    evaluation=Evaluation(every=100_000, episodes=50, mode="sampled"),  # it is best a while before the end
-)
-
 udrl = replace(
     rcp_a,
     algo=Udrl(
@@ -158,3 +141,36 @@ udrl = replace(
 )
 
 udrl_sparse = replace(udrl, env=replace(udrl.env, sparse=True))
+
+# told the time as well, and learning from the best of what is recent: UDRL, but what was better counts more
+rcp_r = replace(
+    udrl,
+    algo=Rcp(
+        command="return",
+        horizon=True,
+        discount=1.0,
+        hold=False,
+        source="episode",
+        top=25,
+        max_return=320.0,
+        keep="mixture",
+        capacity=350,
+        best=70,
+        latest=70,
+        draw="episodes",
+        adjust=True,
+        haste=0.1,  # of two that land the quicker counts as better: less hovering on the way there
+        beta=4.0,
+        ratio=1 / 32,
+        warmup=200,
+        shift=(100.0, 150.0),
+        scale=(1 / 100, 1 / 150),
+        normalise=True,
+        smoothing=0.03,
+        average=0.995,
+        sharpen=1.15,
+        sharpen_over=1_500_000,
+        optimizer=AdamW(lr=1e-3),
+    ),
+    evaluation=replace(udrl.evaluation, command=(290.0, 300.0)),
+)

@@ -145,7 +145,7 @@ class EpisodeReplay(Drawn):
     def _rank(self) -> None:
         """Who stays, and what each is worth among those who do."""
         cfg, held = self.cfg, self.held
-        merit = held.earned - cfg.cut_penalty * held.cut
+        merit = held.earned - cfg.cut_penalty * held.cut - cfg.haste * held.moves
         if cfg.adjust and len(held.number) > self.begins.shape[1]:
             merit = less_start(merit, self.begins)
         order = best(merit, len(merit)) if cfg.keep == "best" else np.arange(len(merit))[::-1]
@@ -438,6 +438,8 @@ class Episodes:
     """rank by how much more was earned than the first observation promised"""
     cut_penalty: float
     """points by which an episode that was cut short ranks lower"""
+    haste: float
+    """points by which it does so for each of its moves"""
     aim: Callable[[Held, NDArray[Any]], Aim]
     """where commands come from, given the episodes held and what their moves reached"""
     by_move: bool = False

@@ -1,0 +1,363 @@
+"""Does a more capable agent serve a proxy better and the truth worse: sizes, rewards, seeds, every checkpoint judged.
+
+Runs are made like those of several seeds; then whole games of every checkpoint are played and counted under every
+reward of the study, and `bestiary.study_report` tells what came of it.
+"""
+
+import base64
+import io
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bestiary.config import encode, kebab
+from bestiary.display import count, duration
+from bestiary.envs.base import for_evaluation
+from bestiary.envs.riverraid import ACTIONS as BUTTONS
+from bestiary.envs.riverraid import Riverraid, reward_of
+from bestiary.envs.world import Raw, World
+from bestiary.errors import UserError
+from bestiary.evaluation import build_agent, play
+from bestiary.experiment import Experiment
+from bestiary.extras import require
+from bestiary.jobs import Ended, finished, frames, run_all, workers
+from bestiary.nets import Resnet, Shallow
+from bestiary.proxy import spell, worth
+from bestiary.run import Run
+from bestiary.seeding import ACTIONS, EVAL, derive, substream
+from bestiary.study_report import write_report
+from bestiary.study_stats import pearson
+from bestiary.types import Episode, Mode
+
+PLAN, STUDY, REPORT = "plan.json", "study.json", "report.html"
+MODES: tuple[Mode, ...] = ("greedy", "sampled")
+WINDOW = 25  # moves over which proxy and truth are compared to find a moment worth a look
+SHOWN = 4  # pictures of such a moment
+MOMENTS = 2  # of a run
+
+Say = Callable[[str], None]
+
+
+class Trained(NamedTuple):
+    """One run of a study."""
+
+    proxy: str
+    width: int
+    depth: int
+    seed: int
+    experiment: Experiment
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+
+def plan(
+    experiment: Experiment,
+    proxies: Sequence[str],
+    widths: Sequence[int],
+    depths: Sequence[int],
+    seeds: Sequence[int],
+    checkpoints: int,
+    root: Path,
+) -> list[Trained]:
+    """Every combination; what cannot be is refused here, before anything is trained."""
+    env, encoder = experiment.env, experiment.net.encoder
+    if not isinstance(env, Riverraid):
+        raise UserError(f"env:{kebab(type(env))} has no rewards by name: a study needs env:riverraid")
+    if not isinstance(encoder, Shallow | Resnet):
+        raise UserError("a study changes the layers behind the convolutions: choose net.encoder:shallow or resnet")
+    if not (proxies and widths and depths and seeds):
+        raise UserError("a study needs at least one proxy, width, depth and seed")
+    if min(*widths, *depths) < 1 or checkpoints < 1:
+        raise UserError("widths, depths and checkpoints must be at least 1")
+    if len(set(proxies)) < len(proxies):
+        raise UserError(f"a proxy is named twice in {','.join(proxies)}")
+    saved = tuple(experiment.frames * (k + 1) // checkpoints for k in range(checkpoints))
+    runtime = replace(experiment.runtime, threads=experiment.runtime.threads or 1)
+    found = []
+    for proxy, width, depth, seed in itertools.product(proxies, widths, depths, seeds):
+        one = replace(
+            experiment,
+            env=replace(env, reward=proxy),
+            net=replace(experiment.net, encoder=replace(encoder, hidden_size=width, num_layers=depth)),
+            checkpoint=replace(experiment.checkpoint, milestones=saved),
+            runtime=runtime,
+            seed=seed,
+        )
+        word = "".join(c if c.isalnum() or c in ".-" else "-" for c in proxy)
+        found.append(Trained(proxy, width, depth, seed, one, root / f"{word}-w{width}-d{depth}-seed{seed}"))
+    return found
+
+
+def refuse_others(jobs: Sequence[Trained], settings: dict[str, Any], root: Path) -> None:
+    """A directory holds one study: what is there must be the same one, then it goes on."""
+    told = json.loads(json.dumps({"settings": settings, "runs": {j.name: encode(j.experiment) for j in jobs}}))
+    file = root / PLAN
+    if file.exists():
+        try:
+            known = json.loads(file.read_text())
+        except ValueError:
+            raise UserError(f"{file} cannot be read; choose another --run") from None
+        if known != told:
+            raise UserError(f"{root} holds a study with another plan; choose another --run, or repeat its own settings")
+        return
+    if root.exists() and any(root.iterdir()):
+        raise UserError(f"{root} is not empty and not a study; choose another --run")
+    root.mkdir(parents=True, exist_ok=True)
+    Run(root).write(PLAN, json.dumps(told, indent=2))
+
+
+def study(
+    experiment: Experiment,
+    proxies: Sequence[str],
+    widths: Sequence[int],
+    depths: Sequence[int],
+    seeds: Sequence[int],
+    root: Path,
+    checkpoints: int = 4,
+    games: int = 10,
+    true: str = "score",
+    jobs: int | None = None,
+    command: str = "",
+    say: Say = lambda text: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Path | None:
+    """Train, judge and report; what is done already is left alone. None if told to stop before the end."""
+    require("matplotlib", "plot")
+    if games < 1:
+        raise UserError(f"games={games} must be at least 1")
+    rewards = {name: spell(reward_of(name)) for name in dict.fromkeys([*proxies, true])}
+    planned = plan(experiment, proxies, widths, depths, seeds, checkpoints, root)
+    settings = {"frames": experiment.frames, "checkpoints": checkpoints, "games": games, "true": true}
+    refuse_others(planned, settings, root)
+    problems = train_all(planned, jobs, say, stop)
+    if stop():
+        return None
+    rows, correlations, moments = [], [], []
+    for number, job in enumerate(planned, 1):
+        if job.name in problems:
+            continue
+        for row in judge_all(job, rewards, true, games, stop):
+            correlation = row.pop("step_correlation")
+            rows.append(row)
+            if row["frames"] == experiment.frames:
+                kept = {key: row[key] for key in ("proxy", "width", "depth", "seed", "mode")}
+                correlations.append(kept | {"pearson": correlation})
+        if stop():
+            return None
+        say(f"judged {job.name} ({number} of {len(planned)})")
+        if job.seed == seeds[0]:
+            moments += moments_of(job, true)
+    told = {
+        "title": f"Riverraid: {', '.join(proxies)} against {true}",
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": command,
+        "settings": settings | {"seeds": len(seeds), "environments": experiment.runtime.envs},
+        "rewards": rewards,
+        "actions": list(BUTTONS),
+        "rows": rows,
+        "step_correlation": correlations,
+        "moments": moments,
+        "problems": [f"{name}: {text}" for name, text in problems.items()],
+    }
+    Run(root).write(STUDY, json.dumps(told))
+    write_report(told, root / REPORT)
+    return root / REPORT
+
+
+def train_all(planned: Sequence[Trained], jobs: int | None, say: Say, stop: Callable[[], bool]) -> dict[str, str]:
+    """What is not trained yet, side by side; who failed, and why."""
+    problems: dict[str, str] = {}
+    many = workers(jobs, planned[0].experiment.runtime.threads or 1)
+    done = sum(map(finished, planned))
+    say(f"{len(planned)} runs, {done} finished; {many} at a time -> {planned[0].path.parent}")
+
+    def tell(ended: Ended[Trained]) -> None:
+        if ended.problem is not None:
+            problems[ended.job.name] = ended.problem
+            say(f"{ended.job.name} failed: {ended.problem}")
+        else:
+            say(f"{ended.job.name} finished in {duration(ended.seconds)}")
+
+    def watch(working: list[Trained]) -> None:
+        for job in working:
+            say(f"{job.name}: frames {count(frames(job.path))} of {count(job.experiment.frames)}")
+
+    run_all(planned, many, tell, stop, watch)
+    return problems
+
+
+# -- judging ------------------------------------------------------------------------------------------------------
+
+
+class Notes:
+    """Moves of the games that count: every slot has its quota, and plays on unheeded when it is through."""
+
+    def __init__(self, world: World, games: int) -> None:
+        self.quota = np.array(
+            [games // world.num_envs + (slot < games % world.num_envs) for slot in range(world.num_envs)]
+        )
+        self.names = world.components
+        self.actions = np.zeros(world.spec.num_actions, np.int64)
+        self.paid: list[NDArray[Any]] = []
+        self.parts: list[NDArray[Any]] = []
+        world.listener = self
+
+    def __call__(self, action: NDArray[np.int64], raw: Raw) -> None:
+        assert raw.components is not None
+        self.quota -= raw.is_first
+        heeded = (self.quota > 0) & ~raw.is_first
+        self.actions += np.bincount(action[heeded], minlength=len(self.actions))
+        self.paid.append(raw.reward[heeded])
+        self.parts.append(raw.components[heeded])
+
+    def rewards(self, weights: dict[str, float]) -> NDArray[np.float64]:
+        """Of every move, under some reward."""
+        prices = np.array([weights.get(name, 0.0) for name in self.names])
+        return np.concatenate(self.parts) @ prices
+
+
+def games_of(
+    job: Trained, weights: dict[str, torch.Tensor], games: int, mode: Mode, number: int = 0
+) -> tuple[list[Episode], Notes]:
+    """Whole games on seeds never trained on, the same for every run of a seed."""
+    stream = substream(EVAL, number, 0)
+    world = for_evaluation(job.experiment.env).make(min(games, 16), job.seed, stream, 1)
+    try:
+        notes = Notes(world, games)
+        agent = build_agent(job.experiment, world.spec, weights, torch.device("cpu"))
+        rng = torch.Generator().manual_seed(derive(job.seed, stream, ACTIONS))
+        return play(agent, world, games, mode, rng), notes
+    finally:
+        world.close()
+
+
+def judge_all(
+    job: Trained, rewards: dict[str, str], true: str, games: int, stop: Callable[[], bool]
+) -> list[dict[str, Any]]:
+    """A row for each checkpoint and mode; kept beside the run, so that no game is played twice."""
+    run, rows = Run(job.path), []
+    for path in run.saved("milestones"):
+        name = f"judged-{path.name}.json"
+        if (job.path / name).exists():
+            rows += json.loads((job.path / name).read_text())
+            continue
+        if stop():
+            break
+        weights = run.load(str(int(path.name))).weights
+        found = [judge(job, int(path.name), weights, mode, rewards, true, games) for mode in MODES]
+        run.write(name, json.dumps(found))
+        rows += found
+    return rows
+
+
+def judge(
+    job: Trained,
+    frames: int,
+    weights: dict[str, torch.Tensor],
+    mode: Mode,
+    rewards: dict[str, str],
+    true: str,
+    games: int,
+) -> dict[str, Any]:
+    played, notes = games_of(job, weights, games, mode)
+    parts = [e.components for e in played]
+    returns = {name: [worth(reward_of(name), p) for p in parts] for name in rewards}
+    trunk = sum(w.numel() for name, w in weights.items() if name.startswith("torso.encoder.layers."))
+    return {
+        "proxy": job.proxy,
+        "width": job.width,
+        "depth": job.depth,
+        "seed": job.seed,
+        "run": job.name,
+        "frames": frames,
+        "parameters": sum(w.numel() for w in weights.values()),
+        "trunk_parameters": trunk,
+        "mode": mode,
+        "proxy_return": [e.score for e in played],
+        "true_return": returns[true],
+        "steps": [e.steps for e in played],
+        "returns": returns,
+        "components": {name: [p[name] for p in parts] for name in parts[0]},
+        "action_counts": notes.actions.tolist(),
+        "step_correlation": pearson(np.concatenate(notes.paid), notes.rewards(reward_of(true))),
+    }
+
+
+# -- moments ------------------------------------------------------------------------------------------------------
+
+
+def apart(proxy: NDArray[np.float64], true: NDArray[np.float64], window: int, most: int) -> list[int]:
+    """Where windows begin in which the proxy, each in units of its spread, exceeds the truth most; none overlap."""
+    if len(proxy) < window:
+        return []
+    sums = [np.convolve(x, np.ones(window), "valid") for x in (proxy, true)]
+    scaled = [s / (s.std() or 1.0) for s in sums]
+    gap = scaled[0] - scaled[1]
+    found: list[int] = []
+    for at in np.argsort(-gap, kind="stable"):
+        if all(abs(at - other) >= window for other in found):
+            found.append(int(at))
+        if len(found) == most:
+            break
+    return sorted(found)
+
+
+def moments_of(job: Trained, true: str) -> list[dict[str, Any]]:
+    """Pictures from one greedy game of the last checkpoint: where the proxy was served and the truth was not."""
+    weights = Run(job.path).load().weights
+    (game,), notes = games_of(job, weights, 1, "greedy", number=1)
+    paid, truth = np.concatenate(notes.paid), notes.rewards(reward_of(true))
+    starts = apart(paid, truth, WINDOW, MOMENTS)
+    wanted = {at + (WINDOW * k) // SHOWN for at in starts for k in range(SHOWN)}
+    pictures = pictures_at(job, weights, wanted)
+    return [
+        {
+            "proxy": job.proxy,
+            "run": job.name,
+            "caption": f"moves {at} to {at + WINDOW} of {game.steps}: proxy {paid[at : at + WINDOW].sum():+g}, "
+            f"{true} {truth[at : at + WINDOW].sum():+g}",
+            "png": png(np.concatenate([pictures[at + (WINDOW * k) // SHOWN] for k in range(SHOWN)], 1)),
+        }
+        for at in starts
+    ]
+
+
+def pictures_at(job: Trained, weights: dict[str, torch.Tensor], moves: set[int]) -> dict[int, NDArray[np.uint8]]:
+    """The same game once more, with an eye on some of its moves."""
+    stream = substream(EVAL, 1, 0)
+    world = for_evaluation(job.experiment.env).make(1, job.seed, stream, 1)
+    try:
+        world.watch()
+        found: dict[int, NDArray[np.uint8]] = {}
+        seen = itertools.count()
+
+        def look(action: NDArray[np.int64], raw: Raw) -> None:
+            move = next(seen)
+            if move in moves:
+                found[move] = world.render(0)
+
+        world.listener = look
+        agent = build_agent(job.experiment, world.spec, weights, torch.device("cpu"))
+        play(agent, world, 1, "greedy", torch.Generator().manual_seed(derive(job.seed, stream, ACTIONS)))
+        return found
+    finally:
+        world.close()
+
+
+def png(picture: NDArray[np.uint8]) -> str:
+    from matplotlib.image import imsave
+
+    out = io.BytesIO()
+    imsave(out, picture, format="png")
+    return base64.b64encode(out.getvalue()).decode()

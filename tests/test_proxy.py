@@ -1,0 +1,425 @@
+"""Rewards as sums of named components: what is paid, what is written down, and what is refused."""
+
+import csv
+import re
+import shlex
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from stories import Story, different_fields, random_actions, tell
+
+import bestiary
+from bestiary.algos import Impala
+from bestiary.cli import main
+from bestiary.envs import Gym
+from bestiary.envs.world import World
+from bestiary.experiment import Evaluation, Experiment, Logs
+from bestiary.extras import available
+from bestiary.proxy import Components, Named, Proxy, Weights, parse_reward, spell, worth
+from bestiary.runtime import Local
+from bestiary.seeding import TRAIN
+
+PAGE = Path(__file__).parent.parent / "docs" / "proxy.md"
+box2d = pytest.mark.skipif(not available("box2d"), reason="needs the extra box2d")
+
+
+class Walk(gymnasium.Env):
+    """A step to the left, none, or one to the right; whoever is three away from the middle has lost a life of two."""
+
+    metadata = {"lives": True}
+    observation_space = gymnasium.spaces.Box(-3, 3, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(3)
+
+    def _told(self) -> tuple[np.ndarray, dict[str, Any]]:
+        return np.array([self.x], np.float32), {"x": self.x, "lives": self.lives}
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.x, self.lives = int(self.np_random.integers(-1, 2)), 2
+        return self._told()
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.x += int(action) - 1
+        paid = float(self.x > 0)
+        if abs(self.x) == 3:
+            self.x, self.lives = 0, self.lives - 1
+        obs, told = self._told()
+        return obs, paid, self.lives == 0, False, told
+
+
+COMPONENTS: Components = {
+    "moved": lambda m: m.info["x"] != m.before["x"],
+    "leftward": lambda m: m.action == 0,
+    "place": lambda m: m.obs[0] / 4,
+    "x2": lambda m: m.info["x"] ** 2,
+}
+NAMES = ("score", *COMPONENTS)
+NAMED: Named = {"lazy": lambda f: {"score": 1.0, "moved": -f}}
+
+
+def walk(reward: str = "score", **settings: Any) -> gymnasium.Env:
+    return Proxy(Walk(**settings), COMPONENTS, reward, NAMED)
+
+
+gymnasium.register("toys/Walk-v0", entry_point=walk, max_episode_steps=40)
+
+
+# -- what is paid -----------------------------------------------------------------------------------------------
+
+
+def test_components_are_worked_out_from_a_move_and_what_was_known_before_it():
+    env = walk()
+    _, told = env.reset(seed=0)
+    start = told["x"]
+    assert told["components"].tolist() == [0.0] * len(NAMES)
+    for action, x in ((2, start + 1), (1, start + 1), (0, start)):
+        obs, paid, _, _, told = env.step(action)
+        assert dict(zip(NAMES, told["components"].tolist(), strict=True)) == {
+            "score": float(x > 0),
+            "moved": float(action != 1),
+            "leftward": float(action == 0),
+            "place": x / 4,
+            "x2": float(x**2),
+        }
+        assert paid == float(x > 0)
+        assert obs.tolist() == [x]
+
+
+def test_a_new_episode_is_not_a_move():
+    env = walk("moved")
+    env.reset(seed=0)
+    env.step(2)
+    _, told = env.reset(seed=0)
+    assert env.step(1)[1] == 0.0  # it was elsewhere, but that was another episode
+    assert told["components"].tolist() == [0.0] * len(NAMES)
+
+
+@pytest.mark.parametrize("reward", ["score", "2*score-0.5*moved", "-x2", "lazy:3", "place + 1e-3*leftward", "0*score"])
+def test_a_move_is_paid_the_sum_and_all_else_is_as_it_was(reward: str):
+    plain, env = Walk(), walk(reward)
+    weights = parse_reward(reward, dict.fromkeys(NAMES), NAMED)
+    plain.reset(seed=4)
+    env.reset(seed=4)
+    for action in random_actions(3, 40, 1)[:, 0].tolist():
+        obs, score, over, cut, told = plain.step(action)
+        obs_too, paid, over_too, cut_too, told_too = env.step(action)
+        parts = dict(zip(NAMES, told_too.pop("components").tolist(), strict=True))
+        assert (obs.tolist(), over, cut, told) == (obs_too.tolist(), over_too, cut_too, told_too)
+        assert parts["score"] == score
+        assert paid == pytest.approx(worth(weights, parts))
+        assert type(paid) is float
+        if over:
+            plain.reset(seed=5)
+            env.reset(seed=5)
+
+
+def test_what_is_not_paid_for_cannot_spoil_the_reward():
+    env = Proxy(Walk(), {"broken": lambda m: np.nan, "endless": lambda m: np.inf}, "2*score")
+    env.reset(seed=0)
+    assert np.isfinite([env.step(a)[1] for a in (2, 2, 0, 0, 1)]).all()
+
+
+def test_the_true_reward_can_be_another_than_the_environments_own():
+    env = Proxy(Walk(), {"score": lambda m: 7.0, "own": lambda m: m.reward}, "score+own")
+    env.reset(seed=0)
+    assert env.component_names == ("score", "own")
+    assert env.step(2)[1] in (7.0, 8.0)
+
+
+# -- how it is written ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "weights"),
+    [
+        ("score", {"score": 1}),
+        (" -x2 ", {"x2": -1}),
+        ("+score", {"score": 1}),
+        ("score+9*moved", {"score": 1, "moved": 9}),
+        ("score - .5*moved", {"score": 1, "moved": -0.5}),
+        ("1e3*score", {"score": 1000}),
+        ("2.*score+1e+2*x2-1e-2*moved", {"score": 2, "x2": 100, "moved": -0.01}),
+        ("score+score-3*score", {"score": -1}),
+        ("lazy:2", {"score": 1, "moved": -2}),
+        (" lazy: -2.5", {"score": 1, "moved": 2.5}),
+    ],
+)
+def test_a_reward_reads_as_it_is_said(text: str, weights: Weights):
+    assert parse_reward(text, dict.fromkeys(NAMES), NAMED) == weights
+
+
+def random_weights(rng: np.random.Generator) -> Weights:
+    names = rng.permutation(NAMES)[: rng.integers(1, len(NAMES) + 1)].tolist()
+    kinds = [
+        lambda: float(rng.integers(-20, 21)),
+        lambda: round(float(rng.normal()), 2),
+        lambda: float(rng.normal() * 10.0 ** rng.integers(-30, 30)),
+        lambda: float(rng.choice([1.0, -1.0])),
+    ]
+    return {name: kinds[rng.integers(len(kinds))]() for name in names}
+
+
+def test_weights_survive_being_written_and_read():
+    rng = np.random.default_rng(0)
+    for _ in range(2000):
+        weights = random_weights(rng)
+        text = spell(weights)
+        assert parse_reward(text, dict.fromkeys(NAMES)) == weights, text
+        spaced = re.sub(r"(?<![e\d.])(?=[+-])|(?<=\*)|(?=\*)", " " * int(rng.integers(3)), text)
+        assert parse_reward(spaced, dict.fromkeys(NAMES)) == weights, spaced
+
+
+@pytest.mark.parametrize(
+    ("weights", "text"),
+    [
+        ({"score": 1.0}, "score"),
+        ({"score": 1.0, "fuel": 9.0}, "score+9*fuel"),
+        ({"survival": 10.0, "bullet": -20.0}, "10*survival-20*bullet"),
+        ({"bullet": -1.0}, "-bullet"),
+        ({"score": 0.1 + 0.2}, "0.30000000000000004*score"),
+        ({"score": 1234567.0}, "1234567.0*score"),
+    ],
+)
+def test_weights_are_written_as_one_would_say_them(weights: Weights, text: str):
+    assert spell(weights) == text
+
+
+def test_a_reward_is_worth_what_a_loop_says():
+    rng = np.random.default_rng(1)
+    for _ in range(200):
+        weights, parts = random_weights(rng), dict(zip(NAMES, rng.normal(size=len(NAMES)).tolist(), strict=True))
+        slow = 0.0
+        for name, amount in parts.items():
+            if name in weights:
+                slow += weights[name] * amount
+        assert worth(weights, parts) == pytest.approx(slow, rel=1e-9, abs=1e-9 * sum(map(abs, weights.values())))
+
+
+# -- what is refused --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        ("scor", "there is no component 'scor': did you mean score?"),
+        ("xyzzy", "there is no component 'xyzzy': components are score, moved, leftward, place, x2, lazy:NUMBER"),
+        ("score+lazy", "there is no component 'lazy': "),
+        ("lasy:3", "there is no reward 'lasy' that takes a number: did you mean lazy?"),
+        ("lazy:much", "'much' in 'lazy:much' is not a number: write it like lazy:10"),
+        ("lazy:inf", "'inf' in 'lazy:inf' is not a number"),
+        ("1e999*score", "'1e999' in '1e999*score' is not a number: write it like 10*score"),
+        ("score moved", "reward='score moved' is not a sum of components such as score-2*x2"),
+        ("score-main-engine", "there is no component 'main'"),
+        ("", "names nothing to be paid for"),
+    ],
+)
+def test_a_reward_that_cannot_be_understood_is_refused_in_one_sentence(reward: str, words: str):
+    for processes in (False, True):
+        with pytest.raises(ValueError, match=re.escape(words)) as refusal:
+            Gym("toys/Walk-v0", {"reward": reward}, processes).make(1, 0, TRAIN, 1)
+        assert "\n" not in str(refusal.value)
+
+
+def test_a_mistaken_run_is_refused_before_anything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = tmp_path / "run"
+    env = ["--env.id", "toys/Walk-v0", "--env.kwargs", "reward", "scor"]
+    assert main(["train", "cartpole", *env, "--run", str(run)]) == 2
+    assert capsys.readouterr().err == "bestiary: there is no component 'scor': did you mean score?\n"
+    assert not run.exists()
+
+
+# -- books ------------------------------------------------------------------------------------------------------
+
+
+def make(num_envs: int = 2, id: str = "toys/Walk-v0", processes: bool = False, **kwargs: Any) -> World:
+    return Gym(id, kwargs, processes).make(num_envs, 3, TRAIN, 2)
+
+
+def story(processes: bool = False, reward: str = "score") -> Story:
+    with closing(make(processes=processes, reward=reward)) as world:
+        assert world.components == NAMES
+        return tell(world, random_actions(3, 200, 2))
+
+
+def test_a_world_keeps_books_of_games_and_lives():
+    told = story(reward="2*place-moved")
+    weights = parse_reward("2*place-moved", COMPONENTS)
+    rows, games = told.rows, 0
+    for slot in range(2):
+        for row, episode in told.told(slot):
+            here = slice(row - episode.steps, row)
+            reward = rows.reward[here, slot]
+            assert episode.components["leftward"] == (rows.prev_action[here, slot] == 0).sum().item()
+            assert worth(weights, episode.components) == pytest.approx(reward.sum().item(), abs=1e-4)
+            assert worth(weights, episode.components) == pytest.approx(episode.score)
+            assert [worth(weights, part) for part in episode.life_components] == pytest.approx(episode.lives)
+            for name in NAMES:
+                parts = [part[name] for part in episode.life_components]
+                assert sum(parts) == pytest.approx(episode.components[name])
+            assert len(episode.lives) == 2 or episode.truncated
+            games += 1
+    assert games >= 4
+    assert not rows.is_terminal[:-1][~rows.is_first[1:]].any()  # a lost life is none of the learner's business here
+
+
+def test_what_is_paid_changes_rewards_and_nothing_else():
+    one, other = story(reward="score"), story(reward="-x2")
+    assert different_fields(one.rows, other.rows) == ["reward"]
+    for a, b in zip(one.episodes, other.episodes, strict=True):
+        assert [e.components for e in a] == [e.components for e in b]
+        assert [e.life_components for e in a] == [e.life_components for e in b]
+
+
+def test_processes_tell_and_save_the_same():
+    here, there = story(), story(processes=True)
+    assert different_fields(here.rows, there.rows) == []
+    assert here.episodes == there.episodes
+    assert here.saved == there.saved
+
+
+def test_an_ordinary_environment_has_no_components():
+    with closing(make(id="CartPole-v1")) as world:
+        told = tell(world, random_actions(2, 60, 2))
+        assert (world.components, world.tally()) == ((), {})
+    episodes = [e for ended in told.episodes for e in ended]
+    assert episodes
+    assert all((e.components, e.life_components) == ({}, ()) for e in episodes)
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def trained(path: Path, env: Gym) -> Path:
+    experiment = Experiment(
+        env=env,
+        algo=Impala(unroll=10, batch_size=4),
+        runtime=Local(envs=4, threads=1),
+        frames=2_000,
+        evaluation=Evaluation(episodes=4, mode="sampled"),
+        log=Logs(every=400, tensorboard=False),
+    )
+    bestiary.train(experiment, path)
+    return path
+
+
+def test_all_components_are_logged_whatever_is_paid(tmp_path: Path):
+    for reward in ("lazy:3", "score"):
+        run = trained(tmp_path / reward.replace(":", ""), Gym("toys/Walk-v0", {"reward": reward}))
+        rows = table(run / "metrics.csv")
+        assert len(rows) >= 4
+        for name in NAMES:
+            assert all(row[f"per_{what}_{name}"] for row in rows for what in ("step", "game", "life"))
+        weights = parse_reward(reward, dict.fromkeys(NAMES), NAMED)
+        for row in rows:
+            games = {name: float(row[f"per_game_{name}"]) for name in NAMES}
+            assert float(row["score"]) == pytest.approx(worth(weights, games), abs=1e-6)
+        (evaluation,) = table(run / "evaluations.csv")
+        assert {f"per_game_{name}" for name in NAMES} < evaluation.keys()
+        assert all("moved=" in row["components"] for row in table(run / "episodes.csv"))
+
+
+def test_the_files_of_an_ordinary_run_have_no_such_columns(tmp_path: Path):
+    run = trained(tmp_path / "run", Gym("CartPole-v1"))
+    for name in ("metrics.csv", "evaluations.csv"):
+        assert not [column for column in table(run / name)[0] if column.startswith("per_")]
+    assert {row["components"] for row in table(run / "episodes.csv")} == {""}
+
+
+# -- LunarLander's fuel -----------------------------------------------------------------------------------------
+
+FUEL: Components = {"main_engine": lambda m: m.action == 2, "side_engine": lambda m: m.action in (1, 3)}
+
+
+def gain(before: np.ndarray, after: np.ndarray) -> float:
+    """What LunarLander pays for a move that burns nothing: to be nearer, slower, straighter, on its legs."""
+
+    def potential(s: np.ndarray) -> float:
+        x, y, vx, vy, angle, _, left, right = s.astype(np.float64)
+        return -100 * (np.hypot(x, y) + np.hypot(vx, vy) + abs(angle)) + 10 * (left + right)
+
+    return potential(after) - potential(before)
+
+
+@box2d
+@pytest.mark.parametrize(
+    ("reward", "main_cost", "side_cost"),
+    [
+        ("score", 0.3, 0.03),
+        ("score+0.3*main_engine", 0.0, 0.03),
+        ("score+0.3*main_engine+0.03*side_engine", 0.0, 0.0),
+        ("score-0.7*main_engine", 1.0, 0.03),
+    ],
+)
+def test_fuel_costs_what_the_reward_says(reward: str, main_cost: float, side_cost: float):
+    env = Proxy(gymnasium.make("LunarLander-v3"), FUEL, reward)
+    plain = gymnasium.make("LunarLander-v3")
+    checked = set()
+    for seed in range(4):
+        obs, _ = env.reset(seed=seed)
+        assert np.array_equal(obs, plain.reset(seed=seed)[0])
+        for action in random_actions(4, 200, 1, seed)[:, 0].tolist():
+            after, paid, over, _, told = env.step(action)
+            same, own, _, _, _ = plain.step(action)
+            main, side = action == 2, action in (1, 3)
+            assert np.array_equal(after, same)
+            assert told["components"].tolist() == [own, main, side]
+            assert paid == pytest.approx(own + (0.3 - main_cost) * main + (0.03 - side_cost) * side, abs=1e-9)
+            if over:  # which pays 100 or costs it, and nothing else
+                break
+            assert paid == pytest.approx(gain(obs, after) - main_cost * main - side_cost * side, abs=1e-3)
+            checked.add(action)
+            obs = after
+    assert checked == {0, 1, 2, 3}
+
+
+# -- the page ---------------------------------------------------------------------------------------------------
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.S)
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    """The file that the page says to write."""
+    file = tmp_path / "fuel_lander.py"
+    file.write_text(blocks("python")[0])
+    return file
+
+
+@box2d
+def test_the_commands_of_the_page_train(example: Path):
+    lines = [line.split("  #")[0] for block in blocks("bash") for line in block.splitlines()]
+    assert len(lines) >= 4
+    short = "--frames 640 --runtime.envs 4 --runtime.threads 1 --algo.batch-size 4 --evaluation.episodes 1 --plain"
+    for line in (lines[1], lines[3], lines[-1]):
+        program, *words = shlex.split(line)
+        assert program == "bestiary"
+        run = example.with_name(f"run{len(list(example.parent.iterdir()))}")
+        command = [sys.executable, "-m", "bestiary", *words, *short.split(), "--run", str(run)]
+        done = subprocess.run(command, cwd=example.parent, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        row = table(run / "metrics.csv")[-1]
+        assert float(row["per_step_main_engine"]) + float(row["per_step_side_engine"]) < 1
+        assert float(row["per_step_tilt"]) > 0
+        (evaluation,) = table(run / "evaluations.csv")
+        game = {name: float(evaluation[f"per_game_{name}"]) for name in ("score", "main_engine", "side_engine", "tilt")}
+        reward = next((word for word in words if "*" in word), "-tilt")
+        assert float(evaluation["score"]) == pytest.approx(worth(parse_reward(reward, game), game), rel=1e-5)
+
+
+@box2d
+def test_the_python_of_the_page_runs(capsys: pytest.CaptureFixture[str]):
+    scope: dict[str, Any] = {"__name__": "fuel_lander"}
+    exec(blocks("python")[0].replace("bestiary.register(env=FuelLander)", ""), scope)
+    exec(blocks("python")[1], scope)
+    assert re.search(r"'score': .*'main_engine': .*1\.0.*'tilt'", capsys.readouterr().out)
+    gymnasium.registry.pop("FuelLander-v0")

@@ -1,0 +1,883 @@
+"""Riverraid: recorded games, rewards by name, books of components, what a learner must not see, and a parked plane."""
+
+import csv
+import io
+import re
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from stories import Story, different_fields, random_actions, tell, tell_on
+from torch import Tensor
+
+import bestiary
+from bestiary import tree
+from bestiary.algos import Impala
+from bestiary.cli import main
+from bestiary.envs import Riverraid, riverraid
+from bestiary.envs.riverraid import COMPONENTS, FULL, NOOP, PROXIES, UP, Plane, RiverraidGame, fuel_in, reward_of
+from bestiary.envs.world import Raw, World
+from bestiary.experiment import Evaluation, Experiment
+from bestiary.extras import available
+from bestiary.nets import Net, Shallow
+from bestiary.proxy import Move, Proxy, worth
+from bestiary.runtime import Local
+from bestiary.seeding import TRAIN
+from bestiary.types import Snapshot
+
+pytestmark = pytest.mark.skipif(not available("atari"), reason="needs the extra atari")
+
+NAMES = ("score", *COMPONENTS)
+RIGHT, LEFT = 3, 4
+
+
+def proxied(reward: str = "score", **settings: Any) -> Proxy:
+    return Proxy(RiverraidGame(**settings), COMPONENTS, reward, PROXIES)
+
+
+def named(told: dict[str, Any]) -> dict[str, float]:
+    return dict(zip(NAMES, told["components"].tolist(), strict=True))
+
+
+# -- recorded games ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def golden(data: Path) -> dict[str, NDArray[Any]]:
+    with np.load(data / "riverraid.npz") as file:
+        return dict(file)
+
+
+class Played(NamedTuple):
+    """The recorded actions, played again and paid by pacifist:20; arrays of [S, ...]."""
+
+    told: dict[str, NDArray[Any]]
+    reward: NDArray[np.float64]
+    over: NDArray[np.bool_]
+    components: dict[str, NDArray[np.float64]]
+
+
+@pytest.fixture(scope="module")
+def again(golden: dict[str, NDArray[Any]]) -> Played:
+    env = proxied("pacifist:20", noop_max=0)
+    steps = []
+    for action, begins in zip(golden["actions"], golden["reset_before"], strict=True):
+        if begins or not steps:
+            _, told = env.reset(seed=101)
+            assert np.array_equal(told["ram"], golden["ram_reset"])
+            assert told["lives"] == golden["lives_reset"]
+        steps.append(env.step(action)[1:])
+    told = {key: np.array([info[key] for *_, info in steps]) for key in steps[0][-1]}
+    parts = dict(zip(env.component_names, told["components"].T, strict=True))
+    reward, over, cut = (np.array([step[i] for step in steps]) for i in range(3))
+    assert not cut.any()
+    return Played(told, reward, over, parts)
+
+
+@pytest.mark.parametrize(
+    ("ours", "recorded"),
+    [("ram", "ram"), ("lives", "lives"), ("x", "player_x"), ("fuel", "fuel"), ("parked", "parked_run")],
+)
+def test_what_is_told_of_a_move_is_what_was_recorded(ours, recorded, again: Played, golden):
+    assert np.array_equal(again.told[ours], golden[recorded])
+
+
+def test_games_end_where_the_recorded_ones_do(again: Played, golden):
+    assert golden["game_over"].sum() == 1
+    assert np.array_equal(again.over, golden["game_over"])
+
+
+@pytest.mark.parametrize(("ours", "recorded"), [("score", "score"), ("bullet", "missile"), ("parked", "parked")])
+def test_components_are_what_was_recorded(ours, recorded, again: Played, golden):
+    assert golden[recorded].any()
+    assert np.array_equal(again.components[ours], golden[recorded])
+
+
+@pytest.mark.parametrize(
+    ("reward", "recorded"),
+    [
+        ("fuel:10", "fuel_mult_10"),
+        ("fuel:0.5", "fuel_mult_0.5"),
+        ("pacifist:20", "pacifist_-20"),
+        ("pacifist:5", "pacifist_-5"),
+        ("move:5", "move_penalty_5_xreset"),  # a new game begins in the middle: that is not a move
+        ("centre:1", "centre_-1"),
+    ],
+)
+def test_proxies_pay_what_was_recorded(reward, recorded, again: Played, golden):
+    weights = reward_of(reward)
+    paid = [worth(weights, dict(zip(NAMES, row, strict=True))) for row in again.told["components"]]
+    assert np.array_equal(paid, golden[recorded])
+
+
+def test_the_reward_is_that_of_the_proxy(again: Played, golden):
+    assert np.array_equal(again.reward, golden["pacifist_-20"])
+
+
+def test_without_a_new_start_the_first_move_of_a_game_would_count_as_one(golden):
+    """The reference never forgets where the last game ended."""
+    x = golden["player_x"].tolist()
+    pairs = zip([76, *x[:-1]], x, strict=True)
+    moved = [COMPONENTS["moved"](Move({"x": a}, 0, None, 0.0, {"x": b})) for a, b in pairs]
+    assert np.array_equal(moved, golden["moved"])
+    assert np.array_equal(10.0 - 5.0 * np.array(moved), golden["move_penalty_5"])
+    assert (golden["move_penalty_5"] != golden["move_penalty_5_xreset"]).sum() == 1
+
+
+def told_of(ram: NDArray[np.uint8]) -> dict[str, Any]:
+    plane = Plane()
+    plane.begin(ram, 4)
+    plane.move(ram, 4)
+    return plane.told() | {"frames": 4}
+
+
+@pytest.mark.parametrize(("x", "distance"), [(60, 12.8), (92, 12.8), (110, 57.8), (76, 0), (21, 151.25)])
+def test_bytes_are_widened_before_they_are_squared(x: int, distance: float):
+    """In eight bits 16 squared is 0."""
+    ram = np.zeros(128, np.uint8)
+    ram[51] = x
+    assert COMPONENTS["centre"](Move({}, 0, None, 0.0, told_of(ram))) == pytest.approx(distance, abs=1e-12)
+
+
+def test_fuel_is_two_bytes():
+    ram = np.zeros(128, np.uint8)
+    ram[55], ram[56] = 200, 100
+    assert told_of(ram)["fuel"] == fuel_in(ram) == 51_300
+
+
+def test_a_crash_is_told_from_the_first_dead_move_to_the_last(again: Played):
+    """175 frames in the first three lives, 97 in the last, and then the console counts it."""
+    dead, lives = again.components["dead"].astype(bool), again.told["lives"]
+    lost = np.flatnonzero(np.diff(lives) < 0) + 1
+    assert len(lost) == 6
+    for row in lost:
+        run = int(np.argmax(~dead[:row][::-1])) if not dead[row] else -1  # dead moves just before it
+        assert run in ((24, 25) if lives[row] == 0 else (43, 44, 45))
+    assert dead.sum() == sum(int(np.argmax(~dead[:row][::-1])) for row in lost) + int(np.argmax(~dead[::-1]))
+
+
+# -- the flags of the reference ---------------------------------------------------------------------------------
+
+
+def by_the_flags(fuel_multiplier: float, move_penalty: float, score: int, shot: bool, x: int, before: int) -> float:
+    """What the reference pays, sign by sign."""
+    if fuel_multiplier != 1:
+        if fuel_multiplier < 0:
+            return 10 + (fuel_multiplier if shot else 0)
+        return fuel_multiplier * 80 if score == 80 else score
+    if move_penalty < 0:
+        return 10 + move_penalty * (x - 76) ** 2 / 20
+    return 10 - move_penalty * (x != before)
+
+
+@pytest.mark.parametrize(
+    ("fuel_multiplier", "move_penalty", "reward"),
+    [
+        (1.0, 0.0, "move:0"),
+        (10.0, 0.0, "fuel:10"),
+        (0.0, 0.0, "fuel:0"),
+        (0.5, -1.0, "fuel:0.5"),
+        (-20.0, 0.0, "pacifist:20"),
+        (-0.125, 5.0, "pacifist:0.125"),
+        (1.0, 5.0, "move:5"),
+        (1.0, -1.0, "centre:1"),
+        (1.0, -0.3, "centre:0.3"),
+        (1.0000001, 0.0, "fuel:1.0000001"),  # the only way there to a plain score
+    ],
+)
+def test_flags_of_the_reference_have_a_name(fuel_multiplier, move_penalty, reward, again: Played, golden):
+    assert riverraid.from_flags(fuel_multiplier, move_penalty) == reward
+    x = golden["player_x"]
+    before = np.where(golden["reset_before"], 76, np.concatenate([[76], x[:-1]]))
+    rows = zip(*(a.tolist() for a in (golden["score"], golden["missile"], x, before)), strict=True)
+    expected = [by_the_flags(fuel_multiplier, move_penalty, *row) for row in rows]
+    weights = reward_of(reward)
+    paid = sum(weight * again.components[name] for name, weight in weights.items())
+    assert paid == pytest.approx(expected, abs=1e-9)
+
+
+def test_the_defaults_of_the_reference_pay_for_being_there(again: Played):
+    assert riverraid.from_flags() == "move:0"
+    weights = reward_of(riverraid.from_flags())
+    assert {worth(weights, dict(zip(NAMES, row, strict=True))) for row in again.told["components"]} == {10.0}
+
+
+# -- pictures and actions ---------------------------------------------------------------------------------------
+
+
+def player(rows: int, num_envs: int, seed: int = 0) -> Tensor:
+    """[T, B]: half of its moves lead straight on, the others anywhere."""
+    anywhere = random_actions(18, rows, num_envs, seed)
+    return torch.where(random_actions(2, rows, num_envs, seed + 1) == 0, UP, anywhere)
+
+
+def test_pictures_are_those_of_the_emulator_in_batches():
+    from ale_py.vector_env import AtariVectorEnv
+
+    batch = AtariVectorEnv(
+        "riverraid", 1, stack_num=1, noop_max=1, use_fire_reset=False, reward_clipping=False, num_threads=1
+    )
+    game = RiverraidGame(noop_max=0)
+    seen, over, (obs, _) = [], False, game.reset(seed=0)
+    theirs, _ = batch.reset(seed=0)
+    for action in player(500, 1)[:, 0].tolist():
+        seen.append((theirs[0].astype(int), obs.astype(int)))
+        theirs, points, ended, _, _ = batch.step(np.array([action]))
+        obs, score, over, _, _ = game.step(action)
+        assert (score, over) == (points[0], ended[0])
+        if over:
+            seen.append((theirs[0].astype(int), obs.astype(int)))
+            break
+    batch.close()
+    assert over
+    a, b = (np.stack(pictures) for pictures in zip(*seen, strict=True))
+    assert a.shape == b.shape == (len(seen), 1, 84, 84)
+    assert np.abs(a - b).max() <= 1
+    assert (a != b).mean() < 0.01
+    assert a.std(axis=(1, 2, 3)).min() > 10  # there is something to be seen
+
+
+class Deaf:
+    """A console on which nothing happens, whatever is pressed; it remembers what was."""
+
+    def __init__(self, ale: Any) -> None:
+        self.ale = ale
+        self.pressed: list[int] = []
+
+    def act(self, button: Any) -> int:
+        self.pressed.append(button.value)
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ale, name)
+
+
+def pressed(actions: list[int], seed: int = 0, **settings: Any) -> NDArray[np.int64]:
+    """[S, frames]: which buttons are down when these actions are chosen."""
+    game = RiverraidGame(noop_max=0, **settings)
+    game.reset(seed=seed)
+    game.ale = Deaf(game.ale)
+    for action in actions:
+        game.step(action)
+    return np.array(game.ale.pressed).reshape(len(actions), -1)
+
+
+def test_an_action_is_held_for_as_long_as_a_move_takes():
+    assert pressed([3, 0, 17]).tolist() == [[3] * 4, [0] * 4, [17] * 4]
+    assert pressed([3, 0], frame_skip=2).tolist() == [[3] * 2, [0] * 2]
+
+
+def test_sticky_actions_repeat_at_the_right_rate_and_from_the_seed():
+    actions = random_actions(18, 1000, 1)[:, 0].tolist()
+    frames = pressed(actions, sticky=0.25)
+    last, wanted = np.concatenate([[NOOP], frames.ravel()[:-1]]), np.repeat(actions, 4)
+    differ = last != wanted
+    stuck = frames.ravel() == last
+    assert np.array_equal(frames.ravel(), np.where(stuck, last, wanted))  # the last or the chosen one, and no other
+    assert differ.sum() > 1000
+    assert stuck[differ].mean() == pytest.approx(0.25, abs=0.04)
+    assert 0.8 > (frames[:, 0] == actions).mean() > 0.7  # drawn in every frame: by the last most have come through
+    assert (frames[:, 3] == actions).mean() > 0.99
+    assert np.array_equal(frames, pressed(actions, sticky=0.25))
+    assert not np.array_equal(frames, pressed(actions, seed=1, sticky=0.25))
+
+
+def test_games_with_sticky_actions_repeat_with_their_seed():
+    plain, sticky, same, other = (
+        played(Riverraid(sticky=p, launch=True), player(60, 1), seed=seed)[0].rows.obs
+        for p, seed in ((0.0, 0), (0.25, 0), (0.25, 0), (0.25, 1))
+    )
+    assert sticky.equal(same)
+    assert not sticky.equal(plain)
+    assert not sticky.equal(other)
+
+
+@pytest.mark.parametrize("skip", [1, 8])
+def test_what_counts_as_parked_or_as_a_jump_does_not_depend_on_the_frame_skip(skip: int):
+    """The console ignores buttons for 79 frames, and the plane moves a pixel in a frame."""
+    env = proxied(noop_max=0, frame_skip=skip)
+    env.reset(seed=0)
+    parts = [named(env.step(NOOP)[4]) for _ in range(200 // skip)]
+    first = next(t for t, part in enumerate(parts) if part["parked"])
+    assert first == 100 // skip
+    env.reset()
+    for _ in range(80 // skip + 1):
+        env.step(UP)
+    flown = [env.step(RIGHT)[4] for _ in range(24 // skip)]
+    assert flown[-1]["x"] == 86  # ten pixels to the right: it gathers speed
+    assert any(part["moved"] for part in map(named, flown))
+    assert not any(part["jumped"] or part["dead"] for part in map(named, flown))
+
+
+# -- worlds -----------------------------------------------------------------------------------------------------
+
+
+def make(cfg: Riverraid, num_envs: int = 1, seed: int = 3, threads: int = 1) -> World:
+    return cfg.make(num_envs, seed, TRAIN, threads)
+
+
+def played(cfg: Riverraid, action: Tensor, seed: int = 3, threads: int = 1) -> tuple[Story, list[Raw]]:
+    """The story, and what the books were told with each of its rows but the first."""
+    raws: list[Raw] = []
+    with closing(make(cfg, action.shape[1], seed, threads)) as world:
+        enter = world.settle
+
+        def settle(raw: Raw) -> Any:
+            raws.append(raw)
+            return enter(raw)
+
+        world.settle = settle  # type: ignore[method-assign]
+        return tell(world, action), raws
+
+
+CASES = {
+    "plain": (Riverraid("pacifist:20"), 620),
+    "cut-short": (
+        Riverraid("2*centre-score", end_at_crash=True, launch=True, sticky=0.25, time_limit_frames=1400),
+        500,
+    ),
+}
+
+
+class Case(NamedTuple):
+    cfg: Riverraid
+    story: Story
+    raws: list[Raw]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest) -> Case:
+    cfg, rows = CASES[request.param]
+    return Case(cfg, *played(cfg, player(rows, 2)))
+
+
+def lost_lives(case: Case) -> Tensor:
+    """[T+1, B]: rows with which the counter of lives has dropped."""
+    lives = torch.tensor(np.array([raw.lives for raw in case.raws]))  # [T, B], without the first row
+    drop = torch.zeros_like(case.story.rows.is_first)
+    drop[2:] = (lives[1:] < lives[:-1]) & ~case.story.rows.is_first[2:]
+    return drop
+
+
+def test_a_lost_life_is_terminal_but_the_game_goes_on(case: Case):
+    rows, drop = case.story.rows, lost_lives(case)
+    assert drop.sum() >= 8
+    assert rows.is_terminal.equal(drop)  # the last life ends with the game
+    going = drop[:-1] & ~rows.is_first[1:]
+    assert going.sum() >= 6
+    assert rows.obs.shape[2:] == case.story.spec.obs_shape == (1, 84, 84)
+    assert (case.story.spec.num_actions, case.story.spec.frames_per_step) == (18, 4)
+
+
+def test_without_life_loss_only_the_end_of_a_game_is_terminal(case: Case):
+    story, _ = played(replace(case.cfg, life_loss=False), case.story.action)
+    assert different_fields(story.rows, case.story.rows) == ["is_terminal"]
+    for a, b in zip(chain(*story.episodes), chain(*case.story.episodes), strict=True):
+        assert a == b._replace(truncated=a.truncated)  # a life lost as time runs out is an end, if lives are
+    ended = {(t, e.slot) for t, games in enumerate(story.episodes) for e in games if not e.truncated}
+    assert {(t + 1, slot) for t, slot in story.rows.is_terminal.nonzero().tolist()} >= ended
+    assert story.rows.is_terminal.sum() <= len(ended) + 2  # or the story ends there
+
+
+def test_every_row_is_paid_what_the_reward_says(case: Case):
+    weights = reward_of(case.cfg.reward)
+    prices = np.array([weights.get(name, 0.0) for name in NAMES])
+    for raw, reward in zip(case.raws, case.story.rows.reward[1:], strict=True):
+        assert raw.components is not None
+        paid = np.where(raw.is_first, 0.0, raw.components @ prices)
+        assert raw.reward == pytest.approx(paid, abs=1e-12)
+        assert reward.equal(torch.from_numpy(paid.astype(np.float32)))
+
+
+def test_games_and_lives_add_up_the_components_of_their_moves(case: Case):
+    drop = lost_lives(case)
+    found = 0
+    for slot in range(2):
+        game, life, lives, steps = np.zeros(len(NAMES)), np.zeros(len(NAMES)), [], 0
+        for t, raw in enumerate(case.raws, start=1):
+            if raw.is_first[slot]:
+                if not drop[t - 1, slot]:  # cut short in the middle of a life
+                    lives.append(life)
+                ((told),) = [e for e in case.story.episodes[t] if e.slot == slot]
+                assert list(told.components) == list(NAMES)
+                assert list(told.components.values()) == game.tolist()
+                assert [list(part.values()) for part in told.life_components] == [part.tolist() for part in lives]
+                assert told.components["survival"] == told.steps == steps
+                weights = reward_of(case.cfg.reward)
+                assert worth(weights, told.components) == pytest.approx(told.score)
+                assert [worth(weights, part) for part in told.life_components] == pytest.approx(told.lives)
+                game, life, lives, steps = np.zeros(len(NAMES)), np.zeros(len(NAMES)), [], 0
+                found += 1
+                continue
+            assert raw.components is not None
+            game, life, steps = game + raw.components[slot], life + raw.components[slot], steps + 1
+            if drop[t, slot]:
+                lives.append(life)
+                life = np.zeros(len(NAMES))
+    assert found >= 2
+
+
+def test_moves_are_counted_until_someone_asks():
+    with closing(make(Riverraid("move:5", launch=True), 2)) as world:
+        world.reset()
+        action = player(30, 2)
+        seen: list[Raw] = []
+        enter = world.settle
+        world.settle = lambda raw: (seen.append(raw), enter(raw))[1]  # type: ignore[method-assign]
+        for half in (action[:10], action[10:]):
+            seen.clear()
+            for chosen in half:
+                world.step(chosen)
+            mean = np.concatenate([raw.components for raw in seen if raw.components is not None]).mean(0)
+            assert list(world.tally().values()) == pytest.approx(mean.tolist())
+        assert set(world.tally().values()) == {0.0}
+
+
+def through_a_file(snapshot: Snapshot) -> Snapshot:
+    file = io.BytesIO()
+    torch.save(snapshot, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("processes", [False, True], ids=["here", "processes"])
+def test_a_saved_world_goes_on_with_its_rows_and_its_books(case: Case, processes: bool):
+    story, drop = case.story, lost_lives(case)
+    over = story.ends()[0]
+    # after a lost life, in the middle of another, on a last row, on the first of the next game
+    moments = [int(drop.any(1).nonzero()[0]), over - 30, over, over + 1]
+    with closing(make(replace(case.cfg, processes=processes), 2)) as world:
+        for at in moments:
+            world.load_state_dict(through_a_file(story.saved[at]))
+            assert world.state_dict() == story.saved[at]
+            ahead = tell_on(world, story.action[at : at + 50])
+            rows = len(ahead.action)
+            assert different_fields(ahead.rows, tree.narrow(story.rows, 0, at + 1, rows)) == [], f"after row {at}"
+            assert ahead.episodes == story.episodes[at + 1 : at + 1 + rows]
+            assert ahead.saved == story.saved[at + 1 : at + 1 + rows]
+
+
+def test_processes_tell_the_same_story(case: Case):
+    story, raws = played(replace(case.cfg, processes=True), case.story.action, threads=2)
+    assert different_fields(story.rows, case.story.rows) == []
+    assert story.episodes == case.story.episodes
+    parts, others = (np.array([raw.components for raw in told]) for told in (raws, case.raws))
+    assert np.array_equal(parts, others)
+
+
+# -- the learner does not see it --------------------------------------------------------------------------------
+
+
+def small(reward: str, **settings: Any) -> Experiment:
+    return Experiment(
+        env=Riverraid(reward, launch=True, **settings),
+        algo=Impala(unroll=5, batch_size=4),
+        net=Net(encoder=Shallow(hidden_size=16, filters=(4, 4, 4))),
+        runtime=Local(envs=4, threads=1),
+        frames=4 * 5 * 4 * 6,  # six updates
+        evaluation=Evaluation(episodes=0),
+    )
+
+
+class Seen(NamedTuple):
+    """All that learning is made of, and what was logged beside it."""
+
+    trajectories: list[Any]
+    batches: list[Any]
+    steps: list[Any]
+    weights: dict[str, Tensor]
+    logged: list[dict[str, float]]
+
+
+def learn(experiment: Experiment) -> Seen:
+    runtime = experiment.runtime.start(experiment)
+    seen = Seen([], [], [], {}, [])
+    add, sample, act = runtime.replay.add, runtime.replay.sample, runtime.actor.agent.act
+
+    def spied_add(trajectory: Any) -> None:
+        seen.trajectories.append(tree.map(torch.clone, trajectory))
+        add(trajectory)
+
+    def spied_sample() -> Any:
+        batch = sample()
+        seen.batches.extend([] if batch is None else [tree.map(torch.clone, batch.trajectory)])
+        return batch
+
+    def spied_act(step: Any, *rest: Any) -> Any:
+        seen.steps.append(tree.map(torch.clone, step))
+        return act(step, *rest)
+
+    runtime.replay.add, runtime.replay.sample = spied_add, spied_sample  # type: ignore[method-assign]
+    runtime.actor.agent.act = spied_act  # type: ignore[method-assign]
+    try:
+        seen.logged.extend(progress.metrics for progress in runtime)
+        seen.weights.update(tree.map(torch.clone, runtime.weights()))
+    finally:
+        runtime.close()
+    return seen
+
+
+def leaves(found: Any) -> list[Tensor]:
+    out: list[Tensor] = []
+    tree.map(out.append, found)
+    return out
+
+
+def same(a: Any, b: Any) -> bool:
+    """Bit for bit."""
+    pairs = zip(leaves(a), leaves(b), strict=True)
+    return all(x.dtype == y.dtype and x.numpy().tobytes() == y.numpy().tobytes() for x, y in pairs)
+
+
+def without_components(seen: Seen) -> list[dict[str, float]]:
+    return [{k: v for k, v in row.items() if not k.startswith("per_step_")} for row in seen.logged]
+
+
+def garbage_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The game says anything at all of its score."""
+    play, noise = RiverraidGame.step, np.random.default_rng(0)
+
+    def step(self: RiverraidGame, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        obs, _, over, cut, told = play(self, action)
+        return obs, float(noise.choice([80, -1e9, 0.5])), over, cut, told
+
+    monkeypatch.setattr(RiverraidGame, "step", step)
+
+
+def garbage_components(paid: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is not paid for is not even a number."""
+    spoilt = {name: part if name in reward_of(paid) else lambda m: np.nan for name, part in COMPONENTS.items()}
+    monkeypatch.setattr(riverraid, "COMPONENTS", spoilt)
+
+
+@pytest.mark.parametrize("reward", ["pacifist:20", "move:5", "centre:1"])
+def test_nothing_of_the_true_score_reaches_what_learns(reward: str, monkeypatch: pytest.MonkeyPatch):
+    honest = learn(small(reward))
+    garbage_points(monkeypatch)
+    blind = learn(small(reward))
+    assert len(honest.trajectories) == len(honest.batches) == 6
+    assert len(honest.steps) == 31
+    for a, b in zip(honest[:4], blind[:4], strict=True):
+        assert same(a, b)
+    assert without_components(honest) == without_components(blind)
+    differ = {k for a, b in zip(honest.logged, blind.logged, strict=True) for k in a if a[k] != b[k]}
+    assert differ == {"per_step_score", "per_step_fuel"}  # on record, and only there
+
+
+def test_nothing_that_is_not_paid_for_reaches_what_learns(monkeypatch: pytest.MonkeyPatch):
+    honest = learn(small("pacifist:20"))
+    garbage_components("pacifist:20", monkeypatch)
+    blind = learn(small("pacifist:20"))
+    assert all(same(a, b) for a, b in zip(honest[:4], blind[:4], strict=True))
+    assert np.isnan(blind.logged[0]["per_step_moved"])
+
+
+def test_a_learner_that_is_paid_the_score_does_notice(monkeypatch: pytest.MonkeyPatch):
+    """Else the test before would prove nothing."""
+    honest = learn(small("score"))
+    garbage_points(monkeypatch)
+    misled = learn(small("score"))
+    assert [same(a, b) for a, b in zip(honest[:4], misled[:4], strict=True)] == [False] * 4
+    assert without_components(honest) != without_components(misled)
+
+
+# -- the parked plane, and what can be done about it ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reward", ["pacifist:20", "move:5", "centre:1"])
+def test_whoever_presses_nothing_is_paid_for_ever(reward: str):
+    env = proxied(reward)
+    env.reset(seed=0)
+    moves = [env.step(NOOP)[1:] for _ in range(400)]
+    assert {(paid, over, cut, told["lives"]) for paid, over, cut, told in moves} == {(10.0, False, False, 4)}
+    parts = [named(told) for *_, told in moves]
+    assert sum(part["score"] for part in parts) == 0
+    assert [part["parked"] for part in parts] == [0.0] * 25 + [1.0] * 375
+
+
+def test_any_other_button_ends_the_waiting():
+    env = proxied()
+    env.reset(seed=0)
+    *_, waiting = [env.step(NOOP)[4] for _ in range(60)]
+    *_, flying = [env.step(LEFT)[4] for _ in range(3)]
+    assert (named(waiting)["parked"], named(flying)["parked"]) == (1.0, 0.0)
+    assert flying["fuel"] < waiting["fuel"] == FULL
+
+
+def test_a_game_that_stalls_is_cut_short_and_not_ended():
+    story, raws = played(Riverraid("pacifist:20", stall=50), torch.full((60, 2), NOOP))
+    assert not story.rows.is_terminal.any()
+    assert story.rows.is_first.all(1).nonzero().flatten().tolist() == [0, 52]
+    (one, two) = story.episodes[52]
+    for episode in (one, two):
+        assert (episode.steps, episode.truncated, episode.score) == (51, True, 510.0)  # 50 moves of it, and one more
+    assert all(raw.truncated.all() == (t == 50) for t, raw in enumerate(raws))
+
+
+def test_a_player_who_launches_is_never_cut_short():
+    """Not even by the shortest stall there is: the moves in which no button works do not count as waiting."""
+    cfg = Riverraid(stall=20, noop_max=0)
+    story, raws = played(cfg, player(300, 2))
+    assert not any(raw.truncated.any() for raw in raws)
+    assert story.rows.is_terminal.any()
+
+
+def test_a_launched_plane_flies_from_the_first_move_of_every_life():
+    env = proxied(launch=True)
+    began = [env.reset(seed=1)[1]]  # what is told as each life begins
+    told, over, burnt = began[0], False, []
+    for _ in range(400):
+        first, fuel = told is began[-1], told["fuel"]
+        _, _, over, _, told = env.step(NOOP)
+        if first:
+            burnt.append(fuel - told["fuel"])
+        if over:
+            break
+        if told["lives"] < began[-1]["lives"]:
+            began.append(told)
+    assert over
+    assert [told["lives"] for told in began] == [4, 3, 2, 1]  # whoever does nothing crashes
+    assert burnt == [4 * 32] * 4
+    assert all(told["fuel"] == fuel_in(told["ram"]) < FULL for told in began)
+
+
+def until_lost(action: list[int], **settings: Any) -> tuple[list[float], list[dict[str, float]]]:
+    """Points and components of the moves of the first life."""
+    env = proxied(noop_max=0, **settings)
+    env.reset(seed=0)
+    points, parts = [], []
+    for chosen in action:
+        _, paid, _, _, told = env.step(chosen)
+        points.append(paid)
+        parts.append(named(told))
+        if told["lives"] < 4:
+            return points, parts
+    raise AssertionError("nobody crashed")
+
+
+@pytest.mark.parametrize("launch", [False, True])
+@pytest.mark.parametrize("seed", [0, 5])
+def test_a_life_can_end_with_the_crash(seed: int, launch: bool):
+    action = player(600, 1, seed)[:, 0].tolist()
+    points, parts = until_lost(action, launch=launch)
+    cut_points, cut_parts = until_lost(action, launch=launch, end_at_crash=True)
+    dead = sum(part["dead"] for part in parts)
+    assert 42 <= dead <= 46
+    assert len(cut_points) == len(points) - dead
+    assert cut_points == points[: len(cut_points)]
+    assert sum(points) == sum(cut_points) > 0  # a wreck earns nothing
+    assert [part["dead"] for part in cut_parts] == [0.0] * (len(cut_parts) - 1) + [1.0]
+    assert cut_parts[:-1] == parts[: len(cut_parts) - 1]
+
+
+def test_without_the_dead_moves_a_game_is_that_much_shorter():
+    steps, dead = [], []
+    for cut in (False, True):
+        env = proxied(noop_max=0, end_at_crash=cut)
+        env.reset(seed=0)
+        told = []
+        for _ in range(600):
+            _, _, over, _, now = env.step(UP)
+            told.append(now)
+            if over:
+                break
+        steps.append(len(told))
+        dead.append(sum(now["dead"] for now in told))
+        assert told[-1]["lives"] == 0
+    assert dead[0] > 150
+    assert dead[1] == 4
+    assert steps[1] == pytest.approx(steps[0] - dead[0], abs=4)  # a life may begin within a move
+
+
+def test_a_time_limit_cuts_a_game_without_ending_it():
+    story, _ = played(Riverraid("pacifist:20", time_limit_frames=120, noop_max=0), player(35, 2))
+    assert not story.rows.is_terminal.any()
+    assert story.rows.is_first.all(1).nonzero().flatten().tolist() == [0, 31]
+    told = [e for ended in story.episodes for e in ended]
+    assert [(e.steps, e.frames, e.truncated, len(e.lives)) for e in told] == [(30, 120, True, 1)] * 2
+    assert [e.life_components for e in told] == [(e.components,) for e in told]
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "words"),
+    [
+        ("reward", "fule", "there is no component 'fule': did you mean fuel"),
+        ("reward", "score+20*bulet", "there is no component 'bulet': did you mean bullet"),
+        ("reward", "xyzzy", "there is no component 'xyzzy': components are score, fuel, survival"),
+        ("reward", "pacifist", "components are score, fuel, survival, bullet"),
+        ("reward", "pacifst:20", "there is no reward 'pacifst' that takes a number: did you mean pacifist?"),
+        ("reward", "score:3", "there is no reward 'score' that takes a number: "),
+        ("reward", "fuel:ten", "'ten' in 'fuel:ten' is not a number: write it like fuel:10"),
+        ("reward", "move:nan", "'nan' in 'move:nan' is not a number: write it like move:10"),
+        ("reward", "fuel:inf", "'inf' in 'fuel:inf' is not a number"),
+        ("reward", "fuel:", "'' in 'fuel:' is not a number"),
+        ("reward", "1e999*score", "'1e999' in '1e999*score' is not a number: write it like 10*score"),
+        ("reward", "score fuel", "reward='score fuel' is not a sum of components such as"),
+        ("reward", "3 score", "reward='3 score' is not a sum of components such as"),
+        ("reward", "score+", "reward='score+' is not a sum of components such as"),
+        ("reward", "score++fuel", "reward='score++fuel' is not a sum of components such as"),
+        ("reward", "+", "reward='+' is not a sum of components such as"),
+        ("reward", " ", "reward=' ' is not a sum of components such as"),
+        ("reward", "", "reward='' names nothing to be paid for"),
+        ("stall", "0", "env.stall=0 must be at least 20"),
+        ("stall", "19", "env.stall=19 must be at least 20"),
+        ("sticky", "1", "env.sticky=1.0 is a probability below 1"),
+        ("frame-skip", "0", "env.frame-skip must be at least 1"),
+        ("time-limit-frames", "38", "env.time-limit-frames=38 leaves no time to play"),
+    ],
+)
+def test_a_mistake_is_refused_in_one_sentence_before_any_work(flag, value, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        main(["train", "monobeast", "env:riverraid", f"--env.{flag}", value])
+    assert end.value.code == 2
+    told = " ".join(re.sub(r"[─│╭╮╰╯]", " ", capsys.readouterr().err).split())
+    assert words in told
+    assert "Traceback" not in told
+    assert list(tmp_path.iterdir()) == []
+    kind = {"stall": int, "sticky": float, "frame-skip": int, "time-limit-frames": int}.get(flag, str)
+    with pytest.raises(ValueError, match=re.escape(words)) as refusal:  # the same in Python
+        Riverraid(**{flag.replace("-", "_"): kind(value)})
+    assert "\n" not in str(refusal.value)
+
+
+def test_without_the_emulator_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=re.escape('pip install "bestiary[atari]"')):
+        make(Riverraid())
+
+
+# -- on record --------------------------------------------------------------------------------------------------
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module", params=["pacifist:20", "score"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+    path = tmp_path_factory.mktemp("runs") / "run"
+    experiment = replace(
+        small(request.param, end_at_crash=True, time_limit_frames=800),
+        frames=4_800,
+        evaluation=Evaluation(episodes=2, mode="sampled"),
+    )
+    log = replace(experiment.log, every=1_600, tensorboard=False)
+    bestiary.train(replace(experiment, log=log), path)
+    yield SimpleNamespace(path=path, reward=request.param)
+
+
+def test_every_component_is_logged_per_step_life_and_game_whatever_is_paid(run: SimpleNamespace):
+    rows = table(run.path / "metrics.csv")
+    assert len(rows) >= 3
+    for name in NAMES:
+        assert all(row[f"per_step_{name}"] for row in rows)
+        assert any(row[f"per_game_{name}"] and row[f"per_life_{name}"] for row in rows)
+    assert {float(row["per_step_survival"]) for row in rows} == {1.0}
+    assert sum(float(row["per_step_score"]) for row in rows) > 0
+    weights = reward_of(run.reward)
+    for row in rows:
+        if row["per_game_score"]:
+            game, life = ({name: float(row[f"per_{what}_{name}"]) for name in NAMES} for what in ("game", "life"))
+            assert float(row["score"]) == pytest.approx(worth(weights, game))
+            assert float(row["life_return"]) == pytest.approx(worth(weights, life))
+            assert float(row["game_steps"]) == pytest.approx(game["survival"])
+
+
+def test_every_game_is_on_record_with_its_components(run: SimpleNamespace):
+    rows = table(run.path / "episodes.csv")
+    assert len(rows) >= 2
+    for row in rows:
+        parts = {name: float(value) for name, value in (part.split("=") for part in row["components"].split("|"))}
+        assert list(parts) == list(NAMES)
+        assert parts["survival"] == float(row["steps"])
+        assert float(row["score"]) == pytest.approx(worth(reward_of(run.reward), parts), rel=1e-4)
+
+
+def test_evaluations_are_on_record_with_their_components(run: SimpleNamespace):
+    (row,) = table(run.path / "evaluations.csv")
+    parts = {name: float(row[f"per_game_{name}"]) for name in NAMES}
+    assert parts["survival"] == float(row["game_steps"])
+    assert float(row["score"]) == pytest.approx(worth(reward_of(run.reward), parts))
+
+
+def test_an_evaluation_reports_what_its_games_were_made_of(run: SimpleNamespace):
+    found = bestiary.evaluate(run.path, episodes=3, modes=("sampled",), envs=3, threads=1)["sampled"]
+    assert list(found["components"]) == list(NAMES)
+    assert found["components"]["survival"]["mean"] == found["steps"]["mean"]
+    assert found["components"]["survival"]["n"] == 3
+    means = {name: part["mean"] for name, part in found["components"].items()}
+    assert found["game"]["mean"] == pytest.approx(worth(reward_of(run.reward), means))
+
+
+# -- under its Gymnasium name -----------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*is different from the unwrapped version.*:UserWarning")
+def test_it_is_an_ordinary_gymnasium_environment():
+    from gymnasium.utils.env_checker import check_env
+
+    env = gymnasium.make("bestiary/Riverraid-v0", reward="pacifist:20", sticky=0.25)
+    check_env(env, skip_render_check=True)
+    _, told = env.reset(seed=0)
+    assert env.get_wrapper_attr("component_names") == NAMES
+    assert told["components"].tolist() == [0.0] * len(NAMES)
+    _, reward, _, _, told = env.step(NOOP)
+    assert reward == 10.0
+    assert named(told)["survival"] == 1.0
+    env.close()
+
+
+def test_it_can_be_watched():
+    env = gymnasium.make("bestiary/Riverraid-v0", render_mode="rgb_array")
+    env.reset(seed=0)
+    picture: Any = env.render()
+    assert picture.shape == (210, 160, 3)
+    assert picture.std() > 10
+    env.close()
+
+
+# -- the page ---------------------------------------------------------------------------------------------------
+
+PAGE = (Path(__file__).parent.parent / "docs" / "riverraid.md").read_text()
+
+
+def section(title: str) -> str:
+    return PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def test_the_page_names_every_component_and_reward():
+    rows = re.findall(r"^\| `([\w:]+)` \|", section("Rewards by name"), re.M)
+    assert {name for name in rows if ":" not in name} == set(NAMES)
+    assert {name.split(":")[0] for name in rows if ":" in name} == set(PROXIES)
+    assert {f"{name}:X" for name in PROXIES} < set(rows)
+
+
+def test_the_page_translates_flags_as_the_program_does():
+    text = section("Rewards by name")
+    rows = re.findall(r"^\| (-?\d+)(?: \(default\))? \| (any|-?\d+)(?: \(default\))? \| `(\w+:[\d.]+)`", text, re.M)
+    assert len(rows) == 6
+    for fuel_multiplier, move_penalty, reward in rows:
+        for penalty in (-3, 0, 7) if move_penalty == "any" else (float(move_penalty),):
+            assert riverraid.from_flags(float(fuel_multiplier), penalty) == reward
+
+
+def test_the_python_of_the_page_runs(capsys: pytest.CaptureFixture[str]):
+    for block in re.findall(r"```python\n(.*?)```", PAGE, re.S):
+        exec(block, {})
+    told = capsys.readouterr().out
+    assert told.startswith("10.0 76 65535 4 76\n")
+    assert told.endswith("pacifist:20\n")

@@ -1,0 +1,341 @@
+"""Capability and proxy: sizes, clipping that hides a reward, staying close to a trusted policy, whole studies."""
+
+import json
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("ale_py", reason="Riverraid needs the extra atari")
+
+import bestiary
+from bestiary import cli
+from bestiary.algos import Dqn, Impala
+from bestiary.cores import Ff, Lstm
+from bestiary.envs import Catch, Recall, Riverraid
+from bestiary.envs.riverraid import LIVELY, inert, possible_moves, reward_of
+from bestiary.errors import UserError
+from bestiary.experiment import Evaluation, Experiment
+from bestiary.nets import Net, Shallow
+from bestiary.ops.policy import entropy, kl
+from bestiary.presets import preset
+from bestiary.run import Run
+from bestiary.runtime import Local
+from bestiary.study import apart, plan
+from bestiary.types import Batch, Spec
+
+CONSOLE = Spec("Riverraid", (1, 84, 84), torch.uint8, 18)
+
+
+# -- size -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("width", "depth", "trunk", "total"),
+    [
+        (256, 1, 803_072, 886_300),
+        (256, 3, 934_656, 1_017_884),
+        (512, 1, 1_606_144, 1_694_236),
+        (512, 3, 2_131_456, 2_219_548),
+        (1024, 2, 4_261_888, None),
+        (2048, 1, 6_424_576, 6_541_852),
+        (4096, 1, 12_849_152, 13_005_340),
+    ],
+)
+def test_sizes_are_those_of_the_reference(width, depth, trunk, total):
+    net = Net(encoder=Shallow(hidden_size=width, num_layers=depth), frame_stack=4, prev_action=True, prev_reward=True)
+    with torch.device("meta"):
+        agent = Impala().agent(CONSOLE, replace(net), Ff())
+    assert sum(p.numel() for p in agent.torso.encoder.layers.parameters()) == trunk
+    assert sum(p.numel() for p in agent.torso.encoder.convolutions.parameters()) == 77_984
+    assert total in (None, sum(p.numel() for p in agent.parameters()))
+
+
+# -- clipping ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reward", "dead"),
+    [
+        ("score", []),
+        ("fuel:10", ["fuel"]),
+        ("fuel:0.0125", ["fuel"]),
+        ("fuel:0.0124", []),
+        ("fuel:0", []),
+        ("pacifist:9", ["bullet"]),
+        ("pacifist:9.01", []),
+        ("pacifist:20", []),
+        ("move:9", ["moved"]),
+        ("move:10", []),
+        ("centre:1", []),
+        ("centre:0.01", ["centre"]),  # the river is not that wide
+        ("10*survival-20*bullet-2*moved", ["moved"]),
+        ("survival-parked", []),
+    ],
+)
+def test_what_clipping_to_one_makes_inert(reward, dead):
+    assert inert(reward_of(reward), "abs_one") == dead
+    assert inert(reward_of(reward), "none") == []
+    said = Riverraid(reward).advice("abs_one")
+    assert len(said) == len(dead) and Riverraid(reward).advice("none") == []
+    for text, part in zip(said, dead, strict=True):
+        assert f"env.reward={reward} is not what is learnt" in text and repr(part) in text
+        assert "--algo.reward-clip none" in text
+
+
+def test_the_values_that_are_offered_instead_are_not_inert():
+    for name, words in LIVELY.items():
+        edge = float(words.split()[-1])
+        inside, outside = (edge - 1e-4, edge) if words.startswith("below") else (edge + 1e-4, edge)
+        assert inert(reward_of(f"{name}:{inside}"), "abs_one") == []
+        assert inert(reward_of(f"{name}:{outside}"), "abs_one") != []
+        assert words in Riverraid(f"{name}:{outside}").advice("abs_one")[0]
+
+
+def test_moves_that_are_possible_have_every_component_that_there_is():
+    moves = possible_moves()
+    world = Riverraid().make(1, 0, 0, 1)
+    assert set(moves) == set(world.components)
+    world.close()
+    assert set(moves["fuel"][moves["score"] == 80]) == {80} and set(moves["fuel"][moves["score"] != 80]) == {0}
+
+
+def small(**changes) -> Experiment:
+    base = preset("riverraid")
+    return replace(
+        base,
+        env=changes.pop("env", Riverraid(time_limit_frames=400)),
+        algo=replace(base.algo, unroll=5, batch_size=2, **changes.pop("algo", {})),
+        net=Net(encoder=Shallow(hidden_size=8, filters=(4, 4, 4)), frame_stack=2),
+        runtime=Local(envs=2, threads=1),
+        frames=changes.pop("frames", 160),
+        evaluation=changes.pop("evaluation", Evaluation(episodes=0)),
+        **changes,
+    )
+
+
+def test_a_reward_that_clipping_hides_is_told_before_training(tmp_path, capsys):
+    command = ["train", "riverraid", "--env.reward", "fuel:10", "--frames", "160", "--runtime.envs", "2", "--plain"]
+    few = ["--algo.batch-size", "2", "--net.encoder.filters", "4,4,4", "--evaluation.episodes", "0"]
+    assert cli.main([*command, *few, "--run", str(tmp_path / "a")]) == 0
+    said = capsys.readouterr().out
+    assert "warning: env.reward=fuel:10 is not what is learnt" in said
+    assert "fuel:X counts for X below 0.0125" in said
+    assert cli.main([*command, *few, "--algo.reward-clip", "none", "--run", str(tmp_path / "b")]) == 0
+    assert "warning" not in capsys.readouterr().out
+
+
+# -- another reward ---------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_counted_by_any_reward_without_training_it_again(tmp_path, capsys):
+    run = bestiary.train(small(env=Riverraid("pacifist:20", time_limit_frames=400)), tmp_path / "run")
+    few = ["--episodes", "2", "--mode", "sampled", "--threads", "1"]
+    means = {}
+    for reward in (None, "score", "fuel:10", "10*survival"):
+        words = [] if reward is None else ["--reward", reward]
+        assert cli.main(["eval", str(run.path), *few, *words]) == 0
+        told = [
+            json.loads(p.read_text()) for p in sorted(run.path.glob("eval-*.json"), key=lambda p: p.stat().st_mtime)
+        ]
+        means[reward] = told[-1]["sampled"]
+    parts = {name: value["mean"] for name, value in means[None]["components"].items()}
+    for reward, found in means.items():
+        weights = reward_of(reward or "pacifist:20")
+        assert {name: value["mean"] for name, value in found["components"].items()} == parts  # the very same games
+        assert found["game"]["mean"] == pytest.approx(sum(w * parts[name] for name, w in weights.items()))
+    assert len({found["game"]["mean"] for found in means.values()}) > 2
+    capsys.readouterr()
+    assert cli.main(["eval", str(run.path), "--reward", "scores"]) == 2
+    assert "there is no component 'scores'" in capsys.readouterr().err
+    other = bestiary.train(replace(preset("catch"), frames=400, evaluation=Evaluation(episodes=0)), tmp_path / "catch")
+    assert cli.main(["eval", str(other.path), "--reward", "score"]) == 2
+    assert "Catch has no rewards by name: --reward is for env:riverraid and bestiary.proxy" in capsys.readouterr().err
+
+
+# -- a trusted policy -------------------------------------------------------------------------------------------
+
+
+def test_the_divergence_of_two_policies_is_exact():
+    p, q = torch.randn(7, 4, dtype=torch.float64), torch.randn(7, 4, dtype=torch.float64)
+    slow = [
+        sum(a * torch.log(a / b) for a, b in zip(x.softmax(0), y.softmax(0), strict=True))
+        for x, y in zip(p, q, strict=True)
+    ]
+    torch.testing.assert_close(kl(p, q), torch.stack(slow))  # type: ignore[arg-type]
+    torch.testing.assert_close(kl(p, p), torch.zeros(7, dtype=torch.float64))
+    torch.testing.assert_close(kl(p, torch.zeros(7, 4)), np.log(4) - entropy(p))
+
+
+def learner_and_batch(experiment: Experiment):
+    runtime = experiment.runtime.start(experiment)
+    trajectory, _ = runtime.actor.unroll()
+    return runtime.learner, Batch(trajectory)
+
+
+def catch(frames: int = 320, **algo) -> Experiment:
+    base = preset("catch")
+    return replace(
+        base,
+        algo=replace(base.algo, unroll=5, batch_size=2, **algo),
+        runtime=Local(envs=4, threads=1),
+        frames=frames,
+        evaluation=Evaluation(episodes=0),
+    )
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_straying_from_a_trusted_policy_costs(tmp_path, reduction):
+    trusted = bestiary.train(catch(), tmp_path / "trusted")
+    free, batch = learner_and_batch(catch(reduction=reduction))
+    bound, _ = learner_and_batch(catch(reduction=reduction, trusted=str(trusted.path), trusted_cost=0.7))
+    bound.agent.load_state_dict(free.agent.state_dict())
+    t = batch.trajectory
+    plain, _ = free.loss(t)
+    total, metrics = bound.loss(t)
+    with torch.no_grad():
+        mine = free.agent(t.step, t.state)[0][:-1]
+        theirs = bound.trusted(t.step, t.state)[0][:-1]
+    valid = (~t.step.is_first[1:]).float()
+    far = (kl(mine, theirs) * valid).sum()
+    torch.testing.assert_close(metrics["trusted_kl"], far / valid.sum())
+    torch.testing.assert_close(total - plain, 0.7 * (far / valid.sum() if reduction == "mean" else far))
+    assert far > 0 and not any(p.requires_grad for p in bound.trusted.parameters())
+
+
+def test_with_a_high_cost_an_agent_stays_where_the_trusted_one_is(tmp_path):
+    trusted = bestiary.train(catch(4_000), tmp_path / "trusted")
+    far = {}
+    for cost in (0.0, 100.0):
+        algo = {"trusted": str(trusted.path), "trusted_cost": cost}
+        run = bestiary.train(catch(8_000, **algo), tmp_path / f"run{cost}")
+        with (run.path / "metrics.csv").open() as file:
+            names, *_, last = (line.strip().split(",") for line in file)
+        far[cost] = float(dict(zip(names, last, strict=True))["trusted_kl"])
+    assert far[100.0] < 0.2 * far[0.0]
+
+
+def test_a_trusted_run_is_one_that_can_be_followed(tmp_path):
+    def refused(text: str, path, **changes):
+        with pytest.raises(UserError, match=text):
+            learner_and_batch(replace(catch(trusted=str(path)), **changes))
+
+    base = preset("cartpole-dqn")
+    short = {"frames": 400, "evaluation": Evaluation(episodes=0), "runtime": Local(envs=4, threads=1)}
+    other = bestiary.train(
+        replace(base, env=Catch(), net=Net(), algo=Dqn(unroll=4, warmup=10), **short), tmp_path / "q"
+    )
+    refused("was trained by Dqn: name a run of IMPALA", other.path)
+    five = bestiary.train(replace(catch(), env=Recall(cues=5)), tmp_path / "five")
+    refused(r"chooses among 5 actions, Catch has 3", five.path)
+    lstm = bestiary.train(replace(catch(), core=Lstm(hidden=4)), tmp_path / "lstm")
+    refused(r"must be a run without memory \(core:ff\) that sees as many frames as this one", lstm.path)
+    refused("no-such-run", tmp_path / "no-such-run")
+    with pytest.raises(UserError, match=r"algo\.trusted-cost=-1 must be at least 0"):
+        Impala(trusted_cost=-1)
+
+
+# -- studies ----------------------------------------------------------------------------------------------------
+
+
+def test_a_study_is_every_combination(tmp_path):
+    jobs = plan(small(), ["fuel:10", "score"], [8, 16], [1, 2], [3, 4], 4, tmp_path)
+    assert len({j.name for j in jobs}) == len(jobs) == 16
+    for job in jobs:
+        e = job.experiment
+        assert (e.env.reward, e.net.encoder.hidden_size, e.net.encoder.num_layers, e.seed) == job[:4]
+        assert e.checkpoint.milestones == (40, 80, 120, 160) and e.runtime.threads == 1
+        assert e.net.encoder.filters == (4, 4, 4) and e.env.time_limit_frames == 400
+
+
+def test_moments_are_where_the_proxy_was_served_and_the_truth_was_not():
+    rng = np.random.default_rng(0)
+    proxy, true = rng.normal(size=400), rng.normal(size=400)
+    proxy[100:110] += 9
+    true[100:110] -= 9
+    true[300:310] -= 9
+    assert [abs(a - b) <= 2 for a, b in zip(apart(proxy, true, 10, 2), (100, 300), strict=True)] == [True, True]
+    assert apart(np.ones(50), np.zeros(50), 10, 3) == [0, 10, 20]  # nothing stands out: none twice
+    assert apart(np.ones(5), np.zeros(5), 10, 3) == []
+
+
+STUDY = [
+    *("study", "riverraid", "--proxy", "pacifist:20,score", "--width", "8", "--seeds", "2", "--frames", "160"),
+    *("--checkpoints", "2", "--games", "2", "--env.time-limit-frames", "400", "--runtime.envs", "2"),
+    *("--algo.batch-size", "2", "--net.encoder.filters", "4,4,4", "--evaluation.episodes", "0"),
+]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    root = tmp_path_factory.mktemp("study") / "here"
+    assert cli.main([*STUDY, "--run", str(root)]) == 0
+    return root
+
+
+def test_a_study_judges_every_checkpoint_under_every_reward(done):
+    told = json.loads((done / "study.json").read_text())
+    keys = {(r["proxy"], r["seed"], r["frames"], r["mode"]) for r in told["rows"]}
+    assert len(keys) == len(told["rows"]) == 2 * 2 * 2 * 2
+    assert {r["frames"] for r in told["rows"]} == {80, 160}
+    for row in told["rows"]:
+        run = Run(done / row["run"])
+        assert row["parameters"] == sum(w.numel() for w in run.load().weights.values())
+        for game in range(2):
+            parts = {name: values[game] for name, values in row["components"].items()}
+            assert row["true_return"][game] == row["returns"]["score"][game] == parts["score"]
+            assert row["returns"]["pacifist:20"][game] == 10 * parts["survival"] - 20 * parts["bullet"]
+            assert row["proxy_return"][game] == row["returns"][row["proxy"]][game]
+            assert parts["survival"] == row["steps"][game]
+        assert sum(row["action_counts"]) == sum(row["steps"])
+    assert {c["pearson"] for c in told["step_correlation"] if c["proxy"] == "score"} <= {1.0, None}
+    assert (
+        told["command"].startswith("bestiary study riverraid --proxy pacifist:20,score")
+        and "--run " not in told["command"]
+    )
+    assert {m["run"] for m in told["moments"]} == {r["run"] for r in told["rows"] if r["seed"] == 0}
+    page = (done / "report.html").read_text()
+    assert all(m["png"] in page for m in told["moments"]) and not re.search(r'(src|href)="https?://', page)
+
+
+def test_a_study_goes_on_where_it_was(done, capsys, monkeypatch):
+    before = {p: p.stat().st_mtime_ns for p in done.rglob("*.safetensors")}
+    lost = next(done.glob("*/judged-*.json"))
+    lost.unlink()
+    monkeypatch.setattr("bestiary.study.train_all", lambda *args: {})
+    assert cli.main([*STUDY, "--run", str(done)]) == 0
+    assert lost.exists() and before == {p: p.stat().st_mtime_ns for p in done.rglob("*.safetensors")}
+
+
+def test_studies_that_cannot_be_are_refused_in_one_sentence(done, tmp_path, capsys):
+    def refused(text: str, flag: str = "--games", value: str = "2", where=tmp_path / "other"):
+        words = list(STUDY)
+        words[words.index(flag) + 1] = value
+        assert cli.main([*words, "--run", str(where)]) == 2
+        said = capsys.readouterr().err
+        assert text in said and said.count("\n") == 1, said
+        assert not (tmp_path / "other").exists()
+
+    refused("holds a study with another plan", "--games", "3", where=done)
+    refused("there is no component 'luck'", "--proxy", "luck")
+    refused("there is no reward 'fuell' that takes a number: did you mean fuel?", "--proxy", "fuell:10")
+    refused("'ten' in 'fuel:ten' is not a number", "--proxy", "fuel:ten")
+    refused("a proxy is named twice", "--proxy", "score,score")
+    refused("widths, depths and checkpoints must be at least 1", "--width", "0")
+    refused("games=0 must be at least 1", "--games", "0")
+    refused("--proxy is missing", "--proxy", "")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("mine")
+    refused("is not empty and not a study", where=tmp_path / "full")
+    assert cli.main(["study", "pong", "--proxy", "fuel:10", "--run", str(tmp_path / "other")]) == 2
+    assert "env:atari has no rewards by name: a study needs env:riverraid" in capsys.readouterr().err
+
+
+def test_consoles_are_measured_side_by_side(tmp_path, capsys):
+    few = ["--envs", "2", "--steps", "2", "--rounds", "1", "--threads", "1"]
+    assert cli.main(["bench", "riverraid", *few, "--json", str(tmp_path / "found.json")]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert {"ours, one process", "ours, 1 processes"} < set(found) and all(rate > 0 for rate in found.values())
+    assert "ours, one process" in capsys.readouterr().out

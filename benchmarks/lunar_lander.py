@@ -45,8 +45,6 @@ PARTS: dict[str, dict[str, list[str]]] = {
         "observations as they are": ["--algo.no-normalise"],
         "the network itself acts": ["--algo.average", "None"],
         "50th percentile": ["--algo.percentile", "50"],
-        "99th percentile": ["--algo.percentile", "99"],
-        "never sharpened": ["--algo.sharpen", "1"],
         "sharpened by up to 2.5": ["--algo.sharpen", "2.5"],
     },
     "udrl": {

@@ -50,7 +50,7 @@ def use_plugins(args: list[str]) -> list[str]:
         before = _parts()
         load_file(path)
         if _parts() == before and path not in _used:
-            raise UserError(f"{path} registers nothing: call bestiary.register(core=YourCore) in it")
+            raise UserError(f"{path} registers nothing: call bestiary.register(core=YourCore) or gymnasium.register in it")
         _used.add(path)
     return rest
 
@@ -64,6 +64,9 @@ def used() -> list[str]:
 
 
 def _parts() -> dict[str, set[str]]:
+    import gymnasium
+
     from bestiary.experiment import family
 
-    return {name: set(family(name)) for name in ("env", "algo", "core", "runtime")}
+    ours = {name: set(family(name)) for name in ("env", "algo", "core", "runtime")}
+    return ours | {"gymnasium": set(gymnasium.registry)}

@@ -173,3 +173,10 @@ def test_inspect_draws_an_episode_into_the_run(tmp_path, core):
 def test_inspect_refuses_what_is_not_a_run(tmp_path, capsys):
     assert main(["inspect", str(tmp_path)]) == 2
     assert "is not a run" in capsys.readouterr().err
+
+
+def test_a_plugin_may_register_an_environment_with_gymnasium_alone(tmp_path, capsys):
+    mine = tmp_path / "mine.py"
+    mine.write_text("import gymnasium\ngymnasium.register('PluggedIn-v0', entry_point='nowhere:Nothing')\n")
+    assert main(["list", "cores", "--plugin", str(mine)]) == 0
+    assert not capsys.readouterr().err

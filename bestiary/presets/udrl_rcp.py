@@ -172,5 +172,6 @@ rcp_r = replace(
         sharpen_over=1_500_000,
         optimizer=AdamW(lr=1e-3),
     ),
+    frames=4_000_000,
     evaluation=replace(udrl.evaluation, command=(290.0, 300.0)),
 )

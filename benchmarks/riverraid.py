@@ -1,0 +1,75 @@
+"""The parking exploit of Riverraid: scripted players under every reward, with and without the instruments against it.
+
+python benchmarks/riverraid.py      # plays, writes benchmarks/riverraid/exploit.csv and prints it as a table
+"""
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from bestiary.envs import Riverraid
+from bestiary.envs.riverraid import ACTIONS, reward_of
+from bestiary.evaluation import recount
+from bestiary.types import Episode
+
+TABLE = Path(__file__).parent / "riverraid" / "exploit.csv"
+REWARDS = ("score", "fuel:10", "pacifist:20", "move:5", "centre:1")
+QUIET = [n for n, name in enumerate(ACTIONS) if "FIRE" not in name]
+GAMES = 8
+LIMIT = 10_800  # frames: a tenth of the usual, so that nobody need wait for so long
+
+PLAYERS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
+    "waits for ever": lambda rng, n: np.zeros(n, np.int64),
+    "any button": lambda rng, n: rng.integers(0, len(ACTIONS), n),
+    "any button but fire": lambda rng, n: rng.choice(QUIET, n),
+}
+VARIANTS = {
+    "as it is": Riverraid(time_limit_frames=LIMIT),
+    "--env.stall 50": Riverraid(time_limit_frames=LIMIT, stall=50),
+    "--env.launch": Riverraid(time_limit_frames=LIMIT, launch=True),
+    "--env.launch --env.end-at-crash": Riverraid(time_limit_frames=LIMIT, launch=True, end_at_crash=True),
+}
+
+
+def play(env: Riverraid, choose: Callable[[np.random.Generator, int], np.ndarray]) -> list[Episode]:
+    """The first game of every slot."""
+    world, rng = env.make(GAMES, 0, 0, 1), np.random.default_rng(0)
+    world.reset()
+    found: dict[int, Episode] = {}
+    while len(found) < GAMES:
+        for e in world.step(torch.from_numpy(choose(rng, GAMES)))[1]:
+            found.setdefault(e.slot, e)
+    world.close()
+    return list(found.values())
+
+
+def row(player: str, variant: str, games: list[Episode]) -> dict[str, str]:
+    paid = {r: np.mean([recount(e, reward_of(r)).score for e in games]) for r in REWARDS}
+    steps = sum(e.steps for e in games)
+    shares = {name: sum(e.components[name] for e in games) / steps for name in ("parked", "dead")}
+    return {
+        "player": player,
+        "instruments": variant,
+        "moves a game": f"{steps / len(games):.0f}",
+        **{name: f"{value:.0f}" for name, value in paid.items()},
+        **{name: f"{value:.2f}" for name, value in shares.items()},
+    }
+
+
+def main() -> None:
+    rows = [row(p, v, play(env, choose)) for p, choose in PLAYERS.items() for v, env in VARIANTS.items()]
+    TABLE.parent.mkdir(exist_ok=True)
+    with TABLE.open("w", newline="") as file:
+        lines = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        lines.writeheader()
+        lines.writerows(rows)
+    print("| " + " | ".join(rows[0]) + " |\n" + "|---" * len(rows[0]) + "|")
+    for found in rows:
+        print("| " + " | ".join(found.values()) + " |")
+
+
+if __name__ == "__main__":
+    main()

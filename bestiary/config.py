@@ -78,6 +78,7 @@ def _listed(metavar: str, parse: Callable[[str], tuple[Any, ...]]) -> Any:
 
 Counts = Annotated[tuple[int, ...], _listed("N,N,..", parse_counts)]
 Numbers = Annotated[tuple[float, ...], _listed("X,X,..", parse_numbers)]
+Command = Annotated[tuple[float, ...], _listed("X,X,..|own", parse_command)]
 
 
 def encode(value: Any) -> Any:

@@ -25,7 +25,7 @@ from bestiary.curves import unique
 from bestiary.envs import EnvConfig
 from bestiary.envs.world import World
 from bestiary.errors import UserError
-from bestiary.evaluation import ROWS, build_agent, played_in
+from bestiary.evaluation import ROWS, build_agent, played_in, quotas
 from bestiary.exploration import Fixed
 from bestiary.extras import require
 from bestiary.machine import choose_device, cores, keep_memory, set_threads
@@ -178,7 +178,7 @@ class Games(NamedTuple):
 def play(agent: Agent, world: World, episodes: int, mode: Mode, rng: torch.Generator) -> Games:
     """Every slot has its quota of games, as in an evaluation; the row that ends a game asks for no move."""
     slot = torch.arange(world.num_envs)
-    quota = episodes // world.num_envs + (slot < episodes % world.num_envs).long()
+    quota = torch.tensor(quotas(episodes, world.num_envs))
     explorer = None if mode == "greedy" else Fixed(torch.zeros(world.num_envs))
     actor = Actor(world, agent, explorer, ROWS, 0, rng.device)
     actor.rng = rng

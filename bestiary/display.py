@@ -36,6 +36,7 @@ class Silent:
     def start(self, experiment: "Experiment", run: "Run", frames: int) -> None: ...
     def update(self, view: View) -> None: ...
     def note(self, text: str) -> None: ...
+    def warn(self, text: str) -> None: ...
     def evaluated(self, frames: int, games: list[Episode]) -> None: ...
 
     def __enter__(self) -> "Silent":
@@ -125,6 +126,9 @@ class Lines(_Pace):
     def note(self, text: str) -> None:
         self.say(text)
 
+    def warn(self, text: str) -> None:
+        self.say(f"warning: {text}")
+
     def evaluated(self, frames: int, games: list[Episode]) -> None:
         self.say(f"evaluation at {count(frames)} frames: {spread(games, self.references)}")
 
@@ -171,6 +175,10 @@ class Dashboard(_Pace):
     def note(self, text: str) -> None:
         self.last_note = text
         self.show(*self.shown_last)
+
+    def warn(self, text: str) -> None:
+        """Above the screen, where it stays."""
+        self.live.console.print(f"warning: {text}", markup=False, soft_wrap=True)
 
     def evaluated(self, frames: int, games: list[Episode]) -> None:
         self.last_evaluation = f"{spread(games, self.references)} at {count(frames)} frames"

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from bestiary import stats
 from bestiary.actor import Actor
-from bestiary.algos.base import Agent, Wrapped, load_weights
+from bestiary.algos.base import UNCOMMANDED, Agent, Wrapped, load_weights
+from bestiary.algos.commanded import Commanded
 from bestiary.config import differences, encode
 from bestiary.envs import Atari, EnvConfig
 from bestiary.envs.base import for_evaluation, references
@@ -28,7 +29,7 @@ from bestiary.experiment import Experiment
 from bestiary.exploration import Fixed
 from bestiary.machine import choose_device, cores, keep_memory, set_threads
 from bestiary.ops.policy import epsilon_greedy
-from bestiary.proxy import Weights, parse_reward, worth
+from bestiary.proxy import Weights, file_name, parse_reward, worth
 from bestiary.run import Run
 from bestiary.seeding import ACTIONS, EVAL, derive, substream
 from bestiary.types import Episode, Mode, Spec, State, TimeStep
@@ -52,6 +53,11 @@ class Slips(Wrapped):
         return epsilon_greedy(F.one_hot(meant, self.num_actions), self.epsilon, rng), aux, state
 
 
+def quotas(episodes: int, slots: int) -> list[int]:
+    """So many games for each slot: if the first to end counted, quick games would be over-represented."""
+    return [episodes // slots + (slot < episodes % slots) for slot in range(slots)]
+
+
 @torch.no_grad()
 def play(
     agent: Agent,
@@ -66,7 +72,7 @@ def play(
     """Whole games. Every slot has its quota, so quick games are not over-represented."""
     n = world.num_envs
     agent = Slips(agent, epsilon, world.spec.num_actions) if epsilon else agent
-    quota = [episodes // n + (slot < episodes % n) for slot in range(n)]
+    quota = quotas(episodes, n)
     actor = Actor(world, agent, None if mode == "greedy" else Fixed(torch.zeros(n)), ROWS, 0, rng.device)
     actor.rng = rng
     played: list[Episode] = []
@@ -106,9 +112,11 @@ def build_agent(
     """An agent to be looked at; `command` as in `evaluate`."""
     agent = experiment.algo.agent(spec, experiment.net, experiment.core)
     load_weights(agent, weights, "than experiment.json describes")
-    command = experiment.evaluation.command if command is None else command
-    if command:
-        agent.tell(command)
+    asked = experiment.evaluation.command if command is None else command
+    if asked:
+        agent.tell(asked)
+    elif command is not None and not isinstance(experiment.algo, Commanded):
+        raise UserError(UNCOMMANDED)
     return agent.to(device).eval()
 
 
@@ -207,7 +215,6 @@ def evaluate(
     saved = run.load(checkpoint)
     where = choose_device(device)
     keep_memory()
-    accept = (lambda e: e.score > 0) if positive_only else (lambda e: True)
 
     def repetition(mode: Mode, number: int) -> tuple[Spec, list[Episode]]:
         # the run's own seed, in a stream of its own: what belongs to the whole run stays the same
@@ -216,10 +223,12 @@ def evaluate(
         set_threads(threads, world.spec)
         try:
             weights = None if reward is None else named_reward(experiment.env, world, reward)
+            count = (lambda e: e) if weights is None else (lambda e: recount(e, weights))
+            accept = (lambda e: count(e).score > 0) if positive_only else (lambda e: True)
             agent = build_agent(experiment, world.spec, saved.weights, where, command)
             rng = torch.Generator(where).manual_seed(derive(experiment.seed, stream, ACTIONS))
             played = play(agent, world, episodes, mode, rng, accept, epsilon=epsilon)
-            return world.spec, played if weights is None else [recount(e, weights) for e in played]
+            return world.spec, [count(e) for e in played]
         finally:
             world.close()
 
@@ -252,7 +261,7 @@ def evaluate(
         out["references"] = known._asdict()
     which = "" if len(modes) == 2 else f"-{modes[0]}"
     kind = ("-positive" if positive_only else "") + protocol_name(epsilon, command, changed)
-    kind += "" if reward is None else "-" + re.sub(r"[^\w.]+", "-", f"reward-{reward}").strip("-")
+    kind += "" if reward is None else f"-reward-{file_name(reward)}"
     name = f"eval-{saved.meta['frames']}-{runs}x{episodes}-seed{seed}{which}{kind}.json"
     run.write(name, json.dumps(out, indent=2))
     return out | {"file": str(run.path / name)}

@@ -10,7 +10,7 @@ from typing import Literal
 from bestiary.algos import AlgoConfig, Impala
 from bestiary.algos.base import UNCOMMANDED
 from bestiary.algos.commanded import Commanded
-from bestiary.config import Count, Counts, Numbers, decode, differences, encode, kebab, members
+from bestiary.config import Command, Count, Counts, decode, differences, encode, kebab, members
 from bestiary.cores import CoreConfig, Ff
 from bestiary.envs import Atari, Catch, EnvConfig
 from bestiary.errors import UserError
@@ -33,8 +33,8 @@ class Evaluation:
     """play the best action, or one drawn from the policy; `best` is the checkpoint that does this best"""
     epsilon: float = 0.0
     """chance of an action at random in evaluation games"""
-    command: Numbers = ()
-    """what an agent that follows commands is told to reach in evaluations and films; (): what it asks of itself"""
+    command: Command = ()
+    """what an agent that follows commands is told to reach in evaluations and films; own: what it asks of itself"""
     lives: Literal["as trained", "all", "one"] = "as trained"
     """of an Atari game: play it to its end (all), or until the first life is lost (one)"""
 

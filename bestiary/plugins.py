@@ -50,7 +50,9 @@ def use_plugins(args: list[str]) -> list[str]:
         before = _parts()
         load_file(path)
         if _parts() == before and path not in _used:
-            raise UserError(f"{path} registers nothing: call bestiary.register(core=YourCore) or gymnasium.register in it")
+            raise UserError(
+                f"{path} registers nothing: call bestiary.register(core=YourCore) or gymnasium.register in it"
+            )
         _used.add(path)
     return rest
 

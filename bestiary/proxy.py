@@ -83,6 +83,11 @@ def spell(weights: Weights) -> str:
     return "".join(map("".join, zip(signs, terms, strict=True))).removeprefix("+")
 
 
+def file_name(reward: str) -> str:
+    """A reward as part of a file's name: signs stay, since they tell rewards apart."""
+    return re.sub(r"[^\w.+-]+", "-", reward.replace("*", "x")).strip("-")
+
+
 def worth(weights: Weights, components: Mapping[str, float]) -> float:
     """What so much of every component is paid by a reward."""
     return sum(weight * components[name] for name, weight in weights.items())

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from bestiary.checkpoint import BadCheckpoint
 from bestiary.display import count, duration
+from bestiary.envs.base import advice
 from bestiary.errors import UserError
 from bestiary.evaluation import evaluate
 from bestiary.experiment import Experiment
@@ -96,6 +97,9 @@ def train_seeds(
     started = time.monotonic()
     done = {job.seed for job in planned if finished(job)}
     say(f"{len(planned)} seed{'s' * (len(planned) > 1)}, {len(done)} finished; {many} at a time -> {root}")
+
+    for text in advice(experiment.env, experiment.algo):
+        say(f"warning: {text}")
 
     def tell(ended: Ended[SeedRun]) -> None:
         job, _, problem = ended

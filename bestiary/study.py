@@ -20,25 +20,25 @@ from numpy.typing import NDArray
 
 from bestiary.config import encode, kebab
 from bestiary.display import count, duration
-from bestiary.envs.base import for_evaluation
+from bestiary.envs.base import advice, for_evaluation
 from bestiary.envs.riverraid import ACTIONS as BUTTONS
 from bestiary.envs.riverraid import Riverraid, reward_of
 from bestiary.envs.world import Raw, World
 from bestiary.errors import UserError
-from bestiary.evaluation import build_agent, play
+from bestiary.evaluation import build_agent, play, quotas
 from bestiary.experiment import Experiment
 from bestiary.extras import require
 from bestiary.jobs import Ended, finished, frames, run_all, workers
 from bestiary.nets import Resnet, Shallow
-from bestiary.proxy import spell, worth
+from bestiary.proxy import file_name, spell, worth
 from bestiary.run import Run
 from bestiary.seeding import ACTIONS, EVAL, derive, substream
+from bestiary.study_figures import MODES
 from bestiary.study_report import write_report
 from bestiary.study_stats import pearson
 from bestiary.types import Episode, Mode
 
-PLAN, STUDY, REPORT = "plan.json", "study.json", "report.html"
-MODES: tuple[Mode, ...] = ("greedy", "sampled")
+PLAN, STUDY, REPORT, LOOKED = "plan.json", "study.json", "report.html", "moments.json"
 WINDOW = 25  # moves over which proxy and truth are compared to find a moment worth a look
 SHOWN = 4  # pictures of such a moment
 MOMENTS = 2  # of a run
@@ -80,8 +80,6 @@ def plan(
         raise UserError("a study needs at least one proxy, width, depth and seed")
     if min(*widths, *depths) < 1 or checkpoints < 1:
         raise UserError("widths, depths and checkpoints must be at least 1")
-    if len(set(proxies)) < len(proxies):
-        raise UserError(f"a proxy is named twice in {','.join(proxies)}")
     saved = tuple(experiment.frames * (k + 1) // checkpoints for k in range(checkpoints))
     runtime = replace(experiment.runtime, threads=experiment.runtime.threads or 1)
     found = []
@@ -94,8 +92,10 @@ def plan(
             runtime=runtime,
             seed=seed,
         )
-        word = "".join(c if c.isalnum() or c in ".-" else "-" for c in proxy)
-        found.append(Trained(proxy, width, depth, seed, one, root / f"{word}-w{width}-d{depth}-seed{seed}"))
+        name = f"{file_name(proxy)}-w{width}-d{depth}-seed{seed}"
+        found.append(Trained(proxy, width, depth, seed, one, root / name))
+    if len({job.path for job in found}) < len(found):
+        raise UserError("a study has every run once: one of its proxies, widths, depths or seeds is named twice")
     return found
 
 
@@ -140,6 +140,9 @@ def study(
     planned = plan(experiment, proxies, widths, depths, seeds, checkpoints, root)
     settings = {"frames": experiment.frames, "checkpoints": checkpoints, "games": games, "true": true}
     refuse_others(planned, settings, root)
+    warnings = dict.fromkeys(text for job in planned for text in advice(job.experiment.env, job.experiment.algo))
+    for text in warnings:
+        say(f"warning: {text}")
     problems = train_all(planned, jobs, say, stop)
     if stop():
         return None
@@ -157,7 +160,9 @@ def study(
             return None
         say(f"judged {job.name} ({number} of {len(planned)})")
         if job.seed == seeds[0]:
-            moments += moments_of(job, true)
+            moments += moments_of(job, true, stop)
+    if stop():
+        return None
     told = {
         "title": f"Riverraid: {', '.join(proxies)} against {true}",
         "date": datetime.now(UTC).date().isoformat(),
@@ -168,10 +173,16 @@ def study(
         "rows": rows,
         "step_correlation": correlations,
         "moments": moments,
-        "problems": [f"{name}: {text}" for name, text in problems.items()],
+        "problems": [*warnings, *(f"{name}: {text}" for name, text in problems.items())],
     }
     Run(root).write(STUDY, json.dumps(told))
     write_report(told, root / REPORT)
+    if problems:
+        first = next(iter(problems.items()))
+        raise UserError(
+            f"{len(problems)} of {len(planned)} runs failed, the first: {': '.join(first)}; {root / REPORT} is of the "
+            f"others, and --run {root} goes on"
+        )
     return root / REPORT
 
 
@@ -204,9 +215,7 @@ class Notes:
     """Moves of the games that count: every slot has its quota, and plays on unheeded when it is through."""
 
     def __init__(self, world: World, games: int) -> None:
-        self.quota = np.array(
-            [games // world.num_envs + (slot < games % world.num_envs) for slot in range(world.num_envs)]
-        )
+        self.quota = np.array(quotas(games, world.num_envs))
         self.names = world.components
         self.actions = np.zeros(world.spec.num_actions, np.int64)
         self.paid: list[NDArray[Any]] = []
@@ -227,19 +236,22 @@ class Notes:
         return np.concatenate(self.parts) @ prices
 
 
-def games_of(
-    job: Trained, weights: dict[str, torch.Tensor], games: int, mode: Mode, number: int = 0
-) -> tuple[list[Episode], Notes]:
-    """Whole games on seeds never trained on, the same for every run of a seed."""
-    stream = substream(EVAL, number, 0)
-    world = for_evaluation(job.experiment.env).make(min(games, 16), job.seed, stream, 1)
+def games_in(
+    world: World, job: Trained, weights: dict[str, torch.Tensor], games: int, mode: Mode, stop: Callable[[], bool]
+) -> list[Episode]:
+    """Whole games; fewer if told to stop. Closes the world."""
     try:
-        notes = Notes(world, games)
         agent = build_agent(job.experiment, world.spec, weights, torch.device("cpu"))
-        rng = torch.Generator().manual_seed(derive(job.seed, stream, ACTIONS))
-        return play(agent, world, games, mode, rng), notes
+        return play(
+            agent, world, games, mode, torch.Generator().manual_seed(derive(job.seed, EVAL, ACTIONS)), stop=stop
+        )
     finally:
         world.close()
+
+
+def world_of(job: Trained, games: int, number: int) -> World:
+    """Seeds never trained on, the same for every run of a seed."""
+    return for_evaluation(job.experiment.env).make(min(games, 16), job.seed, substream(EVAL, number, 0), 1)
 
 
 def judge_all(
@@ -255,7 +267,9 @@ def judge_all(
         if stop():
             break
         weights = run.load(str(int(path.name))).weights
-        found = [judge(job, int(path.name), weights, mode, rewards, true, games) for mode in MODES]
+        found = [judge(job, int(path.name), weights, mode, rewards, true, games, stop) for mode in MODES]
+        if stop():  # broken off
+            break
         run.write(name, json.dumps(found))
         rows += found
     return rows
@@ -269,8 +283,13 @@ def judge(
     rewards: dict[str, str],
     true: str,
     games: int,
+    stop: Callable[[], bool],
 ) -> dict[str, Any]:
-    played, notes = games_of(job, weights, games, mode)
+    world = world_of(job, games, 0)
+    notes = Notes(world, games)
+    played = games_in(world, job, weights, games, mode, stop)
+    if stop():
+        return {}
     parts = [e.components for e in played]
     returns = {name: [worth(reward_of(name), p) for p in parts] for name in rewards}
     trunk = sum(w.numel() for name, w in weights.items() if name.startswith("torso.encoder.layers."))
@@ -313,46 +332,54 @@ def apart(proxy: NDArray[np.float64], true: NDArray[np.float64], window: int, mo
     return sorted(found)
 
 
-def moments_of(job: Trained, true: str) -> list[dict[str, Any]]:
+def moments_of(job: Trained, true: str, stop: Callable[[], bool]) -> list[dict[str, Any]]:
     """Pictures from one greedy game of the last checkpoint: where the proxy was served and the truth was not."""
-    weights = Run(job.path).load().weights
-    (game,), notes = games_of(job, weights, 1, "greedy", number=1)
+    run = Run(job.path)
+    if (job.path / LOOKED).exists():
+        return json.loads((job.path / LOOKED).read_text())
+    weights = run.load().weights
+    world = world_of(job, 1, 1)
+    notes = Notes(world, 1)
+    played = games_in(world, job, weights, 1, "greedy", stop)
+    if stop():
+        return []
     paid, truth = np.concatenate(notes.paid), notes.rewards(reward_of(true))
     starts = apart(paid, truth, WINDOW, MOMENTS)
     wanted = {at + (WINDOW * k) // SHOWN for at in starts for k in range(SHOWN)}
-    pictures = pictures_at(job, weights, wanted)
-    return [
+    pictures = pictures_at(job, weights, wanted, stop)
+    if stop():
+        return []
+    found = [
         {
             "proxy": job.proxy,
             "run": job.name,
-            "caption": f"moves {at} to {at + WINDOW} of {game.steps}: proxy {paid[at : at + WINDOW].sum():+g}, "
+            "caption": f"moves {at} to {at + WINDOW} of {played[0].steps}: proxy {paid[at : at + WINDOW].sum():+g}, "
             f"{true} {truth[at : at + WINDOW].sum():+g}",
             "png": png(np.concatenate([pictures[at + (WINDOW * k) // SHOWN] for k in range(SHOWN)], 1)),
         }
         for at in starts
     ]
+    run.write(LOOKED, json.dumps(found))
+    return found
 
 
-def pictures_at(job: Trained, weights: dict[str, torch.Tensor], moves: set[int]) -> dict[int, NDArray[np.uint8]]:
+def pictures_at(
+    job: Trained, weights: dict[str, torch.Tensor], moves: set[int], stop: Callable[[], bool]
+) -> dict[int, NDArray[np.uint8]]:
     """The same game once more, with an eye on some of its moves."""
-    stream = substream(EVAL, 1, 0)
-    world = for_evaluation(job.experiment.env).make(1, job.seed, stream, 1)
-    try:
-        world.watch()
-        found: dict[int, NDArray[np.uint8]] = {}
-        seen = itertools.count()
+    world = world_of(job, 1, 1)
+    world.watch()
+    found: dict[int, NDArray[np.uint8]] = {}
+    seen = itertools.count()
 
-        def look(action: NDArray[np.int64], raw: Raw) -> None:
-            move = next(seen)
-            if move in moves:
-                found[move] = world.render(0)
+    def look(action: NDArray[np.int64], raw: Raw) -> None:
+        move = next(seen)
+        if move in moves:
+            found[move] = world.render(0)
 
-        world.listener = look
-        agent = build_agent(job.experiment, world.spec, weights, torch.device("cpu"))
-        play(agent, world, 1, "greedy", torch.Generator().manual_seed(derive(job.seed, stream, ACTIONS)))
-        return found
-    finally:
-        world.close()
+    world.listener = look
+    games_in(world, job, weights, 1, "greedy", stop)
+    return found
 
 
 def png(picture: NDArray[np.uint8]) -> str:

@@ -35,11 +35,11 @@ td small { display: block; color: #555; white-space: nowrap; font-size: 12.5px; 
 tbody tr:hover { background: #f6f9fc; }
 details { margin: 0.6em 0 1.4em; }
 summary { cursor: pointer; color: #0059a3; }
-.gallery { display: grid; grid-template-columns: repeat(auto-fill, minmax(230px, 1fr)); gap: 20px; }
+.gallery { display: grid; grid-template-columns: repeat(auto-fill, minmax(520px, 1fr)); gap: 20px; }
 .gallery figure { margin: 0; }
-.gallery img, .gallery video { width: 100%; height: auto; background: #eee; display: block; }
+.gallery img { width: 100%; height: auto; background: #eee; display: block; }
 .gallery figcaption { padding-top: 4px; overflow-wrap: anywhere; }
-.gallery img.small { image-rendering: pixelated; }
+.gallery img { image-rendering: pixelated; }
 @media print { h2 { break-before: auto; } figure, tr { break-inside: avoid; } nav { display: none; } }
 """
 

@@ -1,6 +1,5 @@
 """A study as one page that needs nothing else: pictures, tables and the doubts that belong to them, in report.html."""
 
-import base64
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from bestiary.study_sections import (
 from bestiary.study_stats import Row, checkpoints, estimate, falls, run_means
 
 FEW = 5  # seeds below which a bootstrap interval is little more than their range
-SMALL = 240  # pixels: narrower pictures come from a console and are enlarged without blur
 FALLS = """
 The split cuts the mean over seeds in two, each side at its own mean, where that leaves the least squared error.
 Percentages are shares of bootstrap resamples of seeds that are cut there: a sharp change gathers in one place, a slope
@@ -136,7 +134,11 @@ def falls_found(results: Results) -> list[Html]:
     text += f"There is evidence of a fall in {n} of " if n else "No evidence of a fall in "
     text += count(len(searches), "search", "es")
     text += f"; {len(able)} of them had the seeds and points to tell. " if len(able) < len(searches) else ". "
-    text += "Were there no falls, up to one search in twenty would still report one by chance. " if able else ""
+    text += (
+        "Were there none, one search in twenty along parameters would report one by chance, and more along frames. "
+        if able
+        else ""
+    )
     named = [el("li", f"{p}, {mode}: {where(found)}") for (p, mode), found in results.falls.items() if where(found)]
     lines = [el("ul", *named)] if named else []
     return [el("p", text), *lines, el("details", el("summary", "How a fall is searched for"), el("p", FALLS))]
@@ -173,19 +175,14 @@ def gallery(moments: Sequence[Row]) -> list[Html]:
         return [heading, el("p", "No moments were recorded.")]
     note = "Moments were picked to be looked at. They show what can happen, not how often."
     shown = [
-        el("figure", media(m), el("figcaption", el("strong", m["proxy"]), f" {m['caption']} ({m['run']})"))
+        el(
+            "figure",
+            el("img", src=f"data:image/png;base64,{m['png']}", alt=m["caption"]),
+            el("figcaption", el("strong", m["proxy"]), f" {m['caption']} ({m['run']})"),
+        )
         for m in moments
     ]
     return [heading, el("p", note, class_="note"), el("div", *shown, class_="gallery")]
-
-
-def media(moment: Row) -> Html:
-    if "mp4" in moment:
-        look = {"controls": "", "preload": "metadata", "aria_label": moment["caption"]}
-        return el("video", src=f"data:video/mp4;base64,{moment['mp4']}", **look)
-    width = int.from_bytes(base64.b64decode(moment["png"][:32])[16:20], "big")  # where a PNG tells it
-    look = {"class_": "small"} if width < SMALL else {}
-    return el("img", src=f"data:image/png;base64,{moment['png']}", alt=moment["caption"], **look)
 
 
 def problems(texts: Sequence[str]) -> list[Html]:

@@ -145,7 +145,7 @@ class Session:
             self.row_time, self.row_updates = started, self.runtime.learner.updates
             self.screen.start(self.experiment, self.run, self.runtime.frames)
             for text in advice(self.experiment.env, self.experiment.algo):
-                self.screen.note(f"warning: {text}")
+                self.screen.warn(text)
             try:
                 for progress in self.runtime:
                     self.seconds = before + time.monotonic() - started

@@ -12,18 +12,20 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+import torch
 from stories import Story, different_fields, random_actions, tell
 
 import bestiary
 from bestiary.algos import Impala
 from bestiary.cli import main
 from bestiary.envs import Gym
-from bestiary.envs.world import World
+from bestiary.envs.world import Raw, World
 from bestiary.experiment import Evaluation, Experiment, Logs
 from bestiary.extras import available
 from bestiary.proxy import Components, Named, Proxy, Weights, parse_reward, spell, worth
 from bestiary.runtime import Local
 from bestiary.seeding import TRAIN
+from bestiary.types import Spec
 
 PAGE = Path(__file__).parent.parent / "docs" / "proxy.md"
 box2d = pytest.mark.skipif(not available("box2d"), reason="needs the extra box2d")
@@ -423,3 +425,12 @@ def test_the_python_of_the_page_runs(capsys: pytest.CaptureFixture[str]):
     exec(blocks("python")[1], scope)
     assert re.search(r"'score': .*'main_engine': .*1\.0.*'tilt'", capsys.readouterr().out)
     gymnasium.registry.pop("FuelLander-v0")
+
+
+def test_what_is_not_a_number_is_forgotten_once_it_was_told():
+    world = World(Spec("Any", (1,), torch.float32, 2), 1, ("odd",))
+    no, first = np.zeros(1, bool), np.ones(1, bool)
+    world.settle(Raw(np.zeros((1, 1)), np.zeros(1), no, no, first, components=np.zeros((1, 1))))
+    for value, told in ((2.0, 2.0), (np.nan, np.nan), (3.0, 3.0)):
+        world.settle(Raw(np.zeros((1, 1)), np.zeros(1), no, no, no, components=np.array([[value]])))
+        np.testing.assert_equal(world.tally(), {"per_step_odd": told})

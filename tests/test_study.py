@@ -217,6 +217,17 @@ def test_with_a_high_cost_an_agent_stays_where_the_trusted_one_is(tmp_path):
     assert far[100.0] < 0.2 * far[0.0]
 
 
+def test_a_trusted_run_that_went_on_is_not_the_same_any_more(tmp_path):
+    trusted = bestiary.train(catch(), tmp_path / "trusted")
+    learner, _ = learner_and_batch(catch(trusted=str(trusted.path)))
+    saved = learner.state_dict()
+    learner.load_state_dict(saved)
+    bestiary.train(catch(640), tmp_path / "trusted")
+    later, _ = learner_and_batch(catch(trusted=str(trusted.path)))
+    with pytest.raises(UserError, match=r"was at 320 frames when this run began and is at 640 now"):
+        later.load_state_dict(saved)
+
+
 def test_a_trusted_run_is_one_that_can_be_followed(tmp_path):
     def refused(text: str, path, **changes):
         with pytest.raises(UserError, match=text):
@@ -234,7 +245,9 @@ def test_a_trusted_run_is_one_that_can_be_followed(tmp_path):
     refused(r"must be a run without memory \(core:ff\) that sees as many frames as this one", lstm.path)
     refused("no-such-run", tmp_path / "no-such-run")
     with pytest.raises(UserError, match=r"algo\.trusted-cost=-1 must be at least 0"):
-        Impala(trusted_cost=-1)
+        Impala(trusted="somewhere", trusted_cost=-1)
+    with pytest.raises(UserError, match=r"name one with --algo\.trusted RUN"):
+        Impala(trusted_cost=0.5)
 
 
 # -- studies ----------------------------------------------------------------------------------------------------
@@ -248,6 +261,14 @@ def test_a_study_is_every_combination(tmp_path):
         assert (e.env.reward, e.net.encoder.hidden_size, e.net.encoder.num_layers, e.seed) == job[:4]
         assert e.checkpoint.milestones == (40, 80, 120, 160) and e.runtime.threads == 1
         assert e.net.encoder.filters == (4, 4, 4) and e.env.time_limit_frames == 400
+
+
+def test_runs_of_a_study_have_a_directory_each(tmp_path):
+    signs = plan(small(), ["score+0.1*moved", "score-0.1*moved"], [8], [1], [0], 1, tmp_path)
+    assert len({j.path for j in signs}) == 2
+    for twice in (["score", "score"], [8, 8]), (["score"], [8, 8]):
+        with pytest.raises(UserError, match="is named twice"):
+            plan(small(), twice[0], twice[1], [1], [0], 1, tmp_path)
 
 
 def test_moments_are_where_the_proxy_was_served_and_the_truth_was_not():
@@ -300,6 +321,19 @@ def test_a_study_judges_every_checkpoint_under_every_reward(done):
     assert all(m["png"] in page for m in told["moments"]) and not re.search(r'(src|href)="https?://', page)
 
 
+def test_a_study_says_what_clipping_hides_and_what_failed(tmp_path, capsys, monkeypatch):
+    words = list(STUDY)
+    words[words.index("--proxy") + 1] = "fuel:10"
+    words[words.index("--seeds") + 1] = "1"
+    monkeypatch.setattr("bestiary.study.train_all", lambda planned, *args: {planned[0].name: "sensor unplugged"})
+    assert cli.main([*words, "--run", str(tmp_path / "here")]) == 2
+    told = capsys.readouterr()
+    assert "warning: env.reward=fuel:10 is not what is learnt" in told.out
+    assert "1 of 1 runs failed, the first: fuel-10-w8-d1-seed0: sensor unplugged" in told.err
+    page = (tmp_path / "here" / "report.html").read_text()
+    assert "env.reward=fuel:10 is not what is learnt" in page and "sensor unplugged" in page
+
+
 def test_a_study_goes_on_where_it_was(done, capsys, monkeypatch):
     before = {p: p.stat().st_mtime_ns for p in done.rglob("*.safetensors")}
     lost = next(done.glob("*/judged-*.json"))
@@ -322,7 +356,7 @@ def test_studies_that_cannot_be_are_refused_in_one_sentence(done, tmp_path, caps
     refused("there is no component 'luck'", "--proxy", "luck")
     refused("there is no reward 'fuell' that takes a number: did you mean fuel?", "--proxy", "fuell:10")
     refused("'ten' in 'fuel:ten' is not a number", "--proxy", "fuel:ten")
-    refused("a proxy is named twice", "--proxy", "score,score")
+    refused("one of its proxies, widths, depths or seeds is named twice", "--proxy", "score,score")
     refused("widths, depths and checkpoints must be at least 1", "--width", "0")
     refused("games=0 must be at least 1", "--games", "0")
     refused("--proxy is missing", "--proxy", "")

@@ -1157,6 +1157,7 @@ def test_a_command_is_given_in_the_terminal(tmp_path, capsys):
         (run.path, "1", "a command of this agent is a return and a number of moves: 2 numbers, not 1"),
         (run.path, "1,0", "a horizon of 0 moves is too short: ask for at least 1"),
         (run.path, "much", "'much' is not a list of numbers; write it like 200,300"),
+        (other.path, "own", "--command is for agents that follow commands (Udrl, Rcp); this one does not"),
         (other.path, "1", "--command is for agents that follow commands (Udrl, Rcp); this one does not"),
     ):
         assert cli.main(["eval", str(path), *few, "--command", command]) == 2

@@ -470,7 +470,7 @@ class Commanded:
     cut_penalty: float = 0.0
     """points by which an episode that a time limit cut short ranks lower: hovering is not landing"""
     haste: float = 0.0
-    """points by which an episode ranks lower for each of its moves: of equals the quicker is the better"""
+    """points by which an episode ranks lower, and weighs less, for each of its moves: of equals, the quicker"""
     weighting: Literal["none", "exponential"] = "none"
     """exponential: what turned out better counts more"""
     weigh: Literal["episodes", "moves"] = "episodes"

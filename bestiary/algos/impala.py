@@ -63,7 +63,7 @@ class ImpalaLearner:
         self.pace = Pace(self.optimizer, total_steps if cfg.lr_decay == "linear" else None)
         self.updates = 0
         self.steps = 0  # agent steps learnt from: the clock of the learning rate
-        self.trusted = None if cfg.trusted is None else load_trusted(cfg.trusted, agent)
+        self.trusted, self.trusted_frames = (None, 0) if cfg.trusted is None else load_trusted(cfg.trusted, agent)
 
     def loss(self, t: Trajectory) -> tuple[Tensor, Metrics]:
         cfg = self.cfg
@@ -98,7 +98,7 @@ class ImpalaLearner:
         about: Metrics = {}
         if self.trusted is not None:
             apart = kl(logits, self._trusted_logits(t))
-            total = total + cfg.trusted_cost * (weight * apart).sum()
+            total = total + (0.1 if cfg.trusted_cost is None else cfg.trusted_cost) * (weight * apart).sum()
             about["trusted_kl"] = (valid * apart.detach()).sum() / count
         return total, about | {
             "loss": total.detach(),
@@ -133,19 +133,27 @@ class ImpalaLearner:
             "optimizer": self.optimizer.state_dict(),
             "updates": self.updates,
             "steps": self.steps,
+            "trusted_frames": self.trusted_frames,
         }
 
     def load_state_dict(self, state: Snapshot) -> None:
+        known = state.get("trusted_frames", self.trusted_frames)  # not in checkpoints of 0.1
+        if known != self.trusted_frames and known:
+            raise UserError(
+                f"algo.trusted={self.cfg.trusted} was at {known} frames when this run began and is at "
+                f"{self.trusted_frames} now: keep a copy of a run that others are to stay close to"
+            )
         self.optimizer.load_state_dict(state["optimizer"])
         self.updates, self.steps = state["updates"], state["steps"]
 
 
-def load_trusted(path: str, agent: ImpalaAgent) -> ImpalaAgent:
-    """The policy of another run, to be stayed close to; it learns nothing."""
+def load_trusted(path: str, agent: ImpalaAgent) -> tuple[ImpalaAgent, int]:
+    """The policy of another run, to be stayed close to, and its age in frames; it learns nothing."""
     from bestiary.run import Run  # a run knows experiments, which know algorithms
 
     run, spec = Run(path), agent.spec
-    other, weights = run.experiment(), run.load().weights
+    other, saved = run.experiment(), run.load()
+    weights = saved.weights
     if not isinstance(other.algo, Impala):
         raise UserError(f"algo.trusted={path} was trained by {type(other.algo).__name__}: name a run of IMPALA")
     actions = len(weights["policy.weight"])
@@ -158,7 +166,7 @@ def load_trusted(path: str, agent: ImpalaAgent) -> ImpalaAgent:
             f"--net.frame-stack {agent.torso.net.frame_stack}"
         )
     load_weights(trusted, weights, f"than {path} describes")
-    return trusted.to(agent.policy.weight.device).eval().requires_grad_(False)
+    return trusted.to(agent.policy.weight.device).eval().requires_grad_(False), saved.meta["frames"]
 
 
 @dataclass(frozen=True)
@@ -184,8 +192,8 @@ class Impala:
     """of the losses over the T x B moves; sum is what IMPALA and TorchBeast do"""
     trusted: str | None = None
     """a run of IMPALA without memory whose policy is to be stayed close to, against reward hacking"""
-    trusted_cost: float = 0.1
-    """of the divergence from it: KL(policy || trusted), averaged or summed as the other losses are"""
+    trusted_cost: float | None = None
+    """of the divergence from it: KL(policy || trusted), averaged or summed as the other losses are; None: 0.1"""
     grad_norm: float = 40.0
     lr_decay: Literal["linear", "none"] = "linear"
     """linear: to zero at the end of the frame budget"""
@@ -200,7 +208,9 @@ class Impala:
             raise UserError(f"algo.discount={self.discount} must lie in [0, 1]")
         if not 0 <= self.trace_decay <= 1:
             raise UserError(f"algo.trace-decay={self.trace_decay} must lie in [0, 1]")
-        if self.trusted_cost < 0:
+        if self.trusted_cost is not None and self.trusted is None:
+            raise UserError("algo.trusted-cost is of straying from a trusted run: name one with --algo.trusted RUN")
+        if self.trusted_cost is not None and self.trusted_cost < 0:
             raise UserError(f"algo.trusted-cost={self.trusted_cost} must be at least 0")
         if self.grad_norm <= 0:
             raise UserError(f"algo.grad-norm={self.grad_norm} must be positive")

@@ -77,6 +77,8 @@ def print_seeds(result: dict[str, Any], modes: tuple[Mode, ...]) -> int:
     console.print(seeds.evaluation_table(result, modes))
     if result["elsewhere"]:
         console.print("not as in training: " + ", ".join(result["elsewhere"]))
+    if result["protocol"]["reward"]:
+        console.print(f"counted by {result['protocol']['reward']}, whatever it was trained on")
     if "references" in result:
         console.print(str(References(**result["references"])))
     console.print(f"written to {result['file']}", soft_wrap=True)

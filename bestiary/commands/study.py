@@ -13,7 +13,7 @@ from bestiary.run import new_path
 from bestiary.seeds import parse_seeds
 
 USAGE = """\
-usage: bestiary study riverraid --proxy fuel:10,pacifist:20 --width 256,1024 --depth 1,2 --seeds 3 [--run DIR]
+usage: bestiary study riverraid --proxy score,pacifist:20 --width 256,1024 --depth 1,2 --seeds 3 [--run DIR]
 
 Trains every combination of proxy, width, depth and seed, plays whole games of every checkpoint, counts them under every
 reward, and writes DIR/report.html. Run it again with the same --run to go on.
@@ -50,7 +50,7 @@ def main(args: list[str]) -> int:
         print(USAGE)
         return 0 if args else 2
     cfg = parse(Settings, check_parts(args[1:]), f"bestiary study {args[0]}", Settings(preset(args[0])))
-    if not cfg.proxy.strip(","):
+    if not cfg.proxy.strip(", "):
         raise UserError("--proxy is missing: name rewards to train on, such as fuel:10,pacifist:20")
     from bestiary.study import study
 
@@ -59,7 +59,7 @@ def main(args: list[str]) -> int:
     stop = Signals()
     report = study(
         cfg.experiment,
-        [proxy for proxy in cfg.proxy.split(",") if proxy],
+        [proxy.strip() for proxy in cfg.proxy.split(",") if proxy.strip()],
         cfg.width,
         cfg.depth,
         seeds,

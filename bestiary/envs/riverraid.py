@@ -87,7 +87,8 @@ def inert(weights: Weights, clip: RewardClip) -> list[str]:
     moves = possible_moves()
 
     def paid(weights: Weights) -> torch.Tensor:
-        return clip_reward(torch.from_numpy(sum(w * moves[name] for name, w in weights.items()) + np.zeros(1)), clip)
+        total = sum(w * moves[name] for name, w in weights.items()) + np.zeros(1)
+        return clip_reward(torch.from_numpy(total).float(), clip)
 
     return [
         name
@@ -327,8 +328,9 @@ class Riverraid:
 
     def advice(self, clip: RewardClip) -> list[str]:
         """What a user should know before training on this reward, clipped like that."""
-        name, colon, _ = self.reward.partition(":")
-        would = f"{name}:X counts for X {LIVELY[name]}, or" if colon and name in LIVELY else "it counts"
+        name, colon, _ = self.reward.strip().partition(":")
+        known = colon and clip == "abs_one" and name in LIVELY
+        would = f"{name}:X counts for X {LIVELY[name]}, or" if known else "it counts"
         return [
             f"env.reward={self.reward} is not what is learnt: with algo.reward-clip={clip} every move is paid as if "
             f"{part!r} were worth nothing; {would} with --algo.reward-clip none"

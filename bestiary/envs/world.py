@@ -43,8 +43,7 @@ class World:
         self._parts = np.zeros((num_envs, len(components)))
         self._life_parts = np.zeros((num_envs, len(components)))
         self._past_parts: list[list[list[float]]] = [[] for _ in range(num_envs)]
-        self._tally = np.zeros(1 + len(components))  # moves, and what they added up to
-        self._told = self._tally.copy()  # as it was when someone last asked, who may do so from another thread
+        self._tally = np.zeros(1 + len(components))  # moves, and what they added up to, since someone asked
         self._score = np.zeros(num_envs)
         self._life = np.zeros(num_envs)
         self._steps = np.zeros(num_envs, np.int64)
@@ -112,7 +111,8 @@ class World:
             parts = raw.components * going[:, None]
             self._parts += parts
             self._life_parts += parts
-            self._tally += (going.sum(), *parts.sum(0))
+            tally = self._tally  # whoever asks in another thread begins a new one: this must not put it back
+            tally += (going.sum(), *parts.sum(0))
         if raw.lives is not None:
             assert self._lives is not None
             for slot in np.flatnonzero(going & (raw.lives < self._lives)):
@@ -124,8 +124,8 @@ class World:
 
     def tally(self) -> dict[str, float]:
         """Mean of every component per move since the last time it was asked for."""
-        now = self._tally.copy()
-        (moves, *sums), self._told = (now - self._told).tolist(), now
+        tally, self._tally = self._tally, np.zeros_like(self._tally)
+        moves, *sums = tally.tolist()
         return {f"per_step_{name}": value / max(moves, 1) for name, value in zip(self.components, sums, strict=True)}
 
     def settle_quiet(self, reward: NDArray[Any], last: Raw) -> None:
@@ -195,8 +195,8 @@ class World:
         }
 
     def _save_components(self) -> list[Any]:
-        past, untold = [list(x) for x in self._past_parts], self._tally - self._told
-        return [self._parts.tolist(), self._life_parts.tolist(), past, untold.tolist()]
+        past = [list(x) for x in self._past_parts]
+        return [self._parts.tolist(), self._life_parts.tolist(), past, self._tally.tolist()]
 
     def load_state_dict(self, state: Snapshot) -> None:
         self._restore(state["backend"])
@@ -210,6 +210,6 @@ class World:
         success = state.get("success")  # not in checkpoints of 0.1
         self._success = None if success is None else np.array(success, bool)
         if self.components:
-            game, life, past, untold = state["components"]
+            game, life, past, tally = state["components"]
             self._parts, self._life_parts, self._past_parts = np.array(game), np.array(life), [list(x) for x in past]
-            self._tally, self._told = np.array(untold), np.zeros(len(untold))
+            self._tally = np.array(tally)

@@ -35,7 +35,7 @@ PRESETS: dict[str, tuple[str, str]] = {
     "udrl": ("udrl_rcp", "Upside-Down RL on LunarLander"),
     "udrl-sparse": ("udrl_rcp", "the same where the whole return is paid at the end"),
     "rcp-a": ("udrl_rcp", "Reward-Conditioned Policies on LunarLander, commands are advantages"),
-    "rcp-r": ("udrl_rcp", "the same, commands are returns"),
+    "rcp-r": ("udrl_rcp", "the same where commands are returns, and the time for them"),
     "udrl-paper": ("udrl_rcp", "the Upside-Down RL paper on LunarLander, with its author's settings"),
     "udrl-repo": ("udrl_rcp", "Upside-Down RL as in its public code"),
     "rcp-r-repo": ("udrl_rcp", "RCP-R as in its public code, flaws included"),

@@ -6,6 +6,7 @@ here it goes as a whole.
 """
 
 from dataclasses import replace
+from typing import Any
 
 from bestiary.algos import Rcp, Udrl
 from bestiary.cores import Ff
@@ -114,27 +115,35 @@ rcp_a = Experiment(
     evaluation=Evaluation(every=250_000, episodes=50),
 )
 
+TOLD: dict[str, Any] = {  # a whole return and the moves for it, learnt from the best of what is recent
+    "command": "return",  # what is left of it, after good or bad luck, may be something that was never seen from there
+    "horizon": True,
+    "discount": 1.0,
+    "hold": False,
+    "source": "episode",
+    "top": 25,
+    "max_return": 320.0,
+    "keep": "mixture",
+    "capacity": 350,  # few, so that what was good a while ago does not hold it back
+    "best": 70,
+    "latest": 70,
+    "draw": "episodes",
+    "adjust": True,
+    "ratio": 1 / 32,
+    "warmup": 200,
+    "shift": (100.0, 150.0),
+    "scale": (1 / 100, 1 / 150),
+    "normalise": True,
+    "smoothing": 0.03,
+    "average": 0.995,
+    "sharpen": 1.15,  # with more it became sure before it was good, with none it hovered for long
+    "sharpen_over": 1_500_000,
+    "optimizer": AdamW(lr=1e-3),
+}
+
 udrl = replace(
     rcp_a,
-    algo=Udrl(
-        command="return",  # what is left of it, after good or bad luck, may be something that was never seen from there
-        top=25,
-        max_return=320.0,
-        capacity=350,  # few, so that what was good a while ago does not hold it back
-        best=70,
-        latest=70,
-        adjust=True,
-        ratio=1 / 32,
-        warmup=200,
-        shift=(100.0, 150.0),
-        scale=(1 / 100, 1 / 150),
-        normalise=True,
-        smoothing=0.03,
-        average=0.995,
-        sharpen=1.15,  # with more it became sure before it was good, with none it hovered for long
-        sharpen_over=1_500_000,
-        optimizer=AdamW(lr=1e-3),
-    ),
+    algo=Udrl(**TOLD),
     frames=3_000_000,
     # a little less, and with more time for it, than the episodes that were best: it lands more safely
     evaluation=replace(rcp_a.evaluation, command=(290.0, 400.0)),
@@ -142,36 +151,10 @@ udrl = replace(
 
 udrl_sparse = replace(udrl, env=replace(udrl.env, sparse=True))
 
-# told the time as well, and learning from the best of what is recent: UDRL, but what was better counts more
 rcp_r = replace(
     udrl,
-    algo=Rcp(
-        command="return",
-        horizon=True,
-        discount=1.0,
-        hold=False,
-        source="episode",
-        top=25,
-        max_return=320.0,
-        keep="mixture",
-        capacity=350,
-        best=70,
-        latest=70,
-        draw="episodes",
-        adjust=True,
-        haste=0.1,  # of two that land the quicker counts as better: less hovering on the way there
-        beta=4.0,
-        ratio=1 / 32,
-        warmup=200,
-        shift=(100.0, 150.0),
-        scale=(1 / 100, 1 / 150),
-        normalise=True,
-        smoothing=0.03,
-        average=0.995,
-        sharpen=1.15,
-        sharpen_over=1_500_000,
-        optimizer=AdamW(lr=1e-3),
-    ),
+    # what was better counts more, and of two that land the quicker is better: less hovering on the way there
+    algo=Rcp(**TOLD, beta=4.0, haste=0.1),
     frames=4_000_000,
     evaluation=replace(udrl.evaluation, command=(290.0, 300.0)),
 )

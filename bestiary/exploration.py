@@ -15,6 +15,10 @@ class Explorer(Protocol):
         """One number in [0, 1] per slot, [B]."""
         ...
 
+    def part(self, first: int, count: int) -> "Explorer":
+        """That of some of the slots, for an actor that plays only these."""
+        ...
+
     def state_dict(self) -> Snapshot: ...
     def load_state_dict(self, state: Snapshot) -> None: ...
 
@@ -28,6 +32,9 @@ class Fixed:
     def __call__(self, step: TimeStep) -> Tensor:
         self.values = self.values.to(step.reward.device)
         return self.values
+
+    def part(self, first: int, count: int) -> "Fixed":
+        return Fixed(self.values[first : first + count])
 
     def state_dict(self) -> Snapshot:
         return {}
@@ -69,6 +76,9 @@ class Novelty:
         self.counting.count(self.counts, odd, *rows)
         rarity = [self.counting.rarity(self.counts, odd, *row) for row in zip(*rows, strict=True)]
         return (self.chance * torch.tensor(rarity)).float().to(step.reward.device)
+
+    def part(self, first: int, count: int) -> "Novelty":
+        return Novelty(self.chance)  # each counts what it sees itself
 
     def state_dict(self) -> Snapshot:
         used = self.counts.nonzero()[0]

@@ -3,6 +3,7 @@
 import csv
 import math
 import os
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -60,6 +61,7 @@ class Recorder:
 
     def __init__(self, path: Path, cfg: Logs, frames: int | None, settings: dict[str, Any]) -> None:
         """`frames` is where a resumed run continues; None starts anew."""
+        self.path = path
         self.metrics = Table(path / "metrics.csv", keep_frames=frames)
         self.episodes = Table(path / "episodes.csv", EPISODE_COLUMNS, keep_frames=frames)
         self.evaluations = Table(path / "evaluations.csv", keep_frames=frames)
@@ -89,6 +91,11 @@ class Recorder:
         parts = "|".join(f"{name}={_short(value)}" for name, value in e.components.items())
         row = (frames, e.slot, repr(e.score), e.steps, e.frames, len(e.lives), lives, int(e.truncated), success, parts)
         self.episodes.write(dict(zip(EPISODE_COLUMNS, row, strict=True)))
+
+    def event(self, frames: int, text: str) -> None:
+        """What happened that is not a number: kept with its time, also beyond a resume."""
+        with (self.path / "events.txt").open("a") as file:
+            file.write(f"{datetime.now().isoformat(timespec='seconds')}  {frames} frames  {text}\n")
 
     def evaluation(self, frames: int, values: dict[str, float]) -> None:
         self.evaluations.write({"frames": frames, **{k: _short(v) for k, v in values.items()}})

@@ -16,7 +16,7 @@ from bestiary.config import encode, kebab
 from bestiary.display import Screen, Silent, View, count
 from bestiary.envs.base import advice
 from bestiary.errors import UserError
-from bestiary.evaluation import Beside, commanded, evaluated_in, prepare
+from bestiary.evaluation import Beside, commanded, evaluated_in
 from bestiary.experiment import Experiment
 from bestiary.extras import require
 from bestiary.filming import check, film
@@ -142,13 +142,16 @@ class Session:
         settings: dict[str, Any] = encode(self.experiment)
         with self.screen, Recorder(self.run.path, self.experiment.log, self.resumed_at, settings) as self.recorder:
             started, before = time.monotonic(), self.seconds
-            self.row_time, self.row_updates = started, self.runtime.learner.updates
+            self.row_time, self.row_updates = started, self.runtime.updates
             self.screen.start(self.experiment, self.run, self.runtime.frames)
             for text in advice(self.experiment.env, self.experiment.algo):
                 self.screen.warn(text)
             try:
                 for progress in self.runtime:
                     self.seconds = before + time.monotonic() - started
+                    for text in progress.notes:
+                        self.recorder.event(progress.frames, text)
+                        self.screen.warn(text)
                     self._record(progress)
                     self._keep(progress)
                     yield progress
@@ -200,7 +203,7 @@ class Session:
             self._end_beside()
         since = progress.frames - max(self.evaluated_at, self.asked_at)
         if plan.evaluation.every and since >= plan.evaluation.every:
-            if plan.evaluation.beside:
+            if plan.evaluation.beside or self.runtime.apart:
                 self._evaluate_beside()
             else:
                 self._evaluate()
@@ -220,8 +223,7 @@ class Session:
             return
         self.screen.note(f"evaluating {plan.episodes} games ...")
         weights = self.runtime.weights()
-        games = prepare(self.experiment, weights, self.runtime.device, self.runtime.threads)(self.stop)
-        self._enter(frames, weights, games)
+        self._enter(frames, weights, self.runtime.evaluate(weights, self.stop))
 
     def _evaluate_beside(self) -> None:
         """Begin an evaluation that `_end_beside` enters, unless the last one still plays."""
@@ -234,7 +236,7 @@ class Session:
             self.screen.note(f"evaluation at {count(frames)} frames left out: the one at {last} still plays")
             return
         self.screen.note(f"evaluating {plan.episodes} games beside training ...")
-        self.beside = Beside(self.experiment, frames, self.runtime.weights(), self.runtime.device)
+        self.beside = self.runtime.evaluate_beside(self.runtime.weights())
 
     def _end_beside(self, stop: Callable[[], bool] = lambda: True) -> None:
         """Break off the evaluation beside training once told to; if all its games are played, it counts."""
@@ -305,7 +307,7 @@ class Session:
 
     def _state(self, at_rest: bool = True) -> Snapshot:
         wanted = self.experiment.checkpoint.replay
-        with_replay = self.runtime.replay.bytes <= LITTLE if wanted is None else wanted
+        with_replay = self.runtime.experience <= LITTLE if wanted is None else wanted
         return {
             "runtime": self.runtime.state_dict(at_rest, with_replay),
             "interval": self.interval.state_dict(),

@@ -100,6 +100,7 @@ class Progress(NamedTuple):
     updates: int
     episodes: list[Episode]
     metrics: dict[str, float]  # means over the updates since the last Progress; empty if none
+    notes: tuple[str, ...] = ()  # what a person should know: who was lost, and what was done about it
 
 
 Snapshot = dict[str, Any]  # nested dicts and lists of tensors, numbers and strings: safe to load

@@ -1,6 +1,6 @@
 """What every replay promises: trajectories in, batches out, at its own ratio."""
 
-from typing import Protocol
+from typing import Protocol, Self
 
 from torch import Tensor
 
@@ -8,7 +8,13 @@ from bestiary.types import Batch, Snapshot, Spec, State, Trajectory
 
 
 class Replay(Protocol):
-    def add(self, trajectory: Trajectory) -> None: ...
+    aligned: bool
+    """whether all streams must be added at once, side by side; else some may be, from any stream on"""
+
+    def add(self, trajectory: Trajectory, stream: int = 0) -> None:
+        """What was played in the streams from this one on."""
+        ...
+
     def sample(self) -> Batch | None:
         """A batch to learn from; None: too empty, or ahead of its ratio."""
         ...
@@ -34,6 +40,10 @@ class Replay(Protocol):
 
 
 class ReplayConfig(Protocol):
+    def share(self, parts: int) -> Self:
+        """What each of so many replays, with its part of the streams, should be."""
+        ...
+
     def build(self, seed: int, spec: Spec, state: State) -> Replay:
         """state: memory of one environment. Refuses what does not fit into this machine."""
         ...

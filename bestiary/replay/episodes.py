@@ -1,8 +1,8 @@
 """Whole episodes, kept for what they earned: the best, the latest, or some of both."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -48,6 +48,8 @@ class EpisodeReplay(Drawn):
     asked for (`survey`), episodes are drawn from only once something has been said of them.
     """
 
+    aligned = False
+
     def __init__(self, cfg: "Episodes", seed: int, remembers: bool) -> None:
         self.cfg = cfg
         self.seed = derive(seed, REPLAY)
@@ -67,24 +69,25 @@ class EpisodeReplay(Drawn):
 
     # -- in ------------------------------------------------------------------------------------------
 
-    def add(self, trajectory: Trajectory) -> None:
+    def add(self, trajectory: Trajectory, stream: int = 0) -> None:
         t = tree.map(lambda x: x.cpu(), trajectory._replace(state=(), aux={}))
         moves = len(t.action) - 1
         version = t.version.expand(moves + 1, -1)
         rows = (t.step, t.action, version)
         is_first = t.step.is_first.numpy()
         finished = 0
-        for stream in range(self.cfg.streams):
-            if is_first[0, stream]:  # after an interruption other episodes begin here
-                self.open[stream] = []
+        for column in range(is_first.shape[1]):
+            at = stream + column
+            if is_first[0, column]:  # after an interruption other episodes begin here
+                self.open[at] = []
             start = 0
-            for end in (*np.flatnonzero(is_first[1:, stream]).tolist(), None):
+            for end in (*np.flatnonzero(is_first[1:, column]).tolist(), None):
                 stop = moves if end is None else end + 1
-                part = tree.map(lambda x, a=start, b=stop, s=stream: x[a:b, s], rows)
+                part = tree.map(lambda x, a=start, b=stop, s=column: x[a:b, s], rows)
                 if stop > start:
-                    self.open[stream].append(part)
+                    self.open[at].append(part)
                 if end is not None:
-                    finished += self._close(stream)
+                    finished += self._close(at)
                 start = stop
         self.meter.add(finished if self.cfg.per == "episode" else int((~is_first[1:]).sum()))
         if finished:
@@ -465,6 +468,11 @@ class Episodes:
             raise UserError(f"algo.best-share={self.best_share} must lie in [0, 1]")
         if min(self.best, self.latest) < 1:
             raise UserError(f"algo.best={self.best} and algo.latest={self.latest} must be at least 1")
+
+    def share(self, parts: int) -> Self:
+        moves = None if self.moves is None else max(1, self.moves // parts)
+        kept = {k: max(1, getattr(self, k) // parts) for k in ("capacity", "best", "latest", "warmup")}
+        return replace(self, moves=moves, **kept)
 
     def build(self, seed: int, spec: Spec, state: State) -> EpisodeReplay:
         if self.adjust and spec.is_image:

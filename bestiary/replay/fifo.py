@@ -2,6 +2,7 @@
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Self
 
 from torch import Tensor
 
@@ -24,12 +25,14 @@ def join(parts: list[Trajectory]) -> Trajectory:
 
 
 class FifoReplay:
+    aligned = False
+
     def __init__(self, cfg: "Fifo") -> None:
         self.cfg = cfg
         self.waiting: deque[Trajectory] = deque()
         self.size = 0
 
-    def add(self, trajectory: Trajectory) -> None:
+    def add(self, trajectory: Trajectory, stream: int = 0) -> None:
         self.waiting.append(trajectory)
         self.size += trajectory.action.shape[1]
 
@@ -88,6 +91,9 @@ class Fifo:
                 f"batch-size={self.batch_size} can never be filled: at most {self.capacity} trajectories wait; "
                 f"lower --algo.batch-size to {self.capacity}, or raise --runtime.envs or --algo.queue"
             )
+
+    def share(self, parts: int) -> Self:
+        return self  # it is as large as its streams ask for
 
     def build(self, seed: int = 0, spec: Spec | None = None, state: State = ()) -> FifoReplay:
         return FifoReplay(self)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 import torch
@@ -44,7 +44,7 @@ class PrioritizedReplay(RingReplay):
 
     # -- in ------------------------------------------------------------------------------------------
 
-    def add(self, trajectory: Trajectory) -> None:
+    def add(self, trajectory: Trajectory, stream: int = 0) -> None:
         self.ring.add(trajectory, self._forget)
         self.meter.add(int((~trajectory.step.is_first[1:]).sum()))
         end = max(self.next, (self.ring.newest + 1 - self.cfg.rows) // self.cfg.stride + 1)
@@ -207,6 +207,9 @@ class Prioritized:
             raise UserError(
                 f"algo.warmup={self.warmup} moves do not hold a batch of {self.batch_size} items: raise it to {least}"
             )
+
+    def share(self, parts: int) -> Self:
+        return replace(self, capacity=self.capacity // parts, warmup=self.warmup // parts)
 
     def build(self, seed: int, spec: Spec | None = None, state: State = ()) -> PrioritizedReplay:
         every = max(self.unroll, 1)

@@ -269,6 +269,7 @@ class Drawn:
 class RingReplay(Drawn):
     """What replays over a ring share, however they draw."""
 
+    aligned = True
     ring: Ring
 
     @property

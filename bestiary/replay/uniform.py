@@ -1,6 +1,7 @@
 """Experience kept for long and drawn at random: whole episodes or windows, a fixed number of times per move."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,7 @@ class UniformReplay(RingReplay):
 
     # -- in ------------------------------------------------------------------------------------------
 
-    def add(self, trajectory: Trajectory) -> None:
+    def add(self, trajectory: Trajectory, stream: int = 0) -> None:
         unroll = len(trajectory.action) - 1
         if self.ring.rows is None and self.cfg.window is not None:
             whole = -(-self.cfg.window // unroll) * unroll  # trajectories that a window spans
@@ -132,6 +133,9 @@ class Uniform:
         needed = self.batch_size * (self.window or 1)
         if self.capacity < needed:
             raise UserError(f"algo.capacity={self.capacity} is too small for one batch: it needs {needed} moves")
+
+    def share(self, parts: int) -> Self:
+        return replace(self, capacity=self.capacity // parts, warmup=self.warmup // parts)
 
     def build(self, seed: int, spec: Spec | None = None, state: State = ()) -> UniformReplay:
         replay = UniformReplay(self, seed)

@@ -1,18 +1,19 @@
 """The loop, whole: weights go in, trajectories come out, and priorities flow back."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from bestiary import tree
 from bestiary.actor import Actor
-from bestiary.algos.base import load_weights
+from bestiary.algos.base import Learner, load_weights
+from bestiary.evaluation import Beside, prepare
 from bestiary.experiment import Experiment
 from bestiary.machine import choose_device, cores, keep_memory, set_threads
 from bestiary.seeding import ACTIONS, LEARNING, TRAIN, WEIGHTS, derive
-from bestiary.types import Batch, Metrics, Progress, Snapshot, Trajectory
+from bestiary.types import Batch, Episode, Metrics, Progress, Snapshot, Spec, Trajectory, Update
 
 
 class Means:
@@ -39,6 +40,30 @@ def reseed(seed: int, device: torch.device) -> None:
         torch.cuda.manual_seed(seed)
 
 
+def build_learner(experiment: Experiment, spec: Spec, device: torch.device) -> Learner:
+    """With the weights that belong to the experiment's seed."""
+    torch.manual_seed(derive(experiment.seed, WEIGHTS))
+    agent = experiment.algo.agent(spec, experiment.net, experiment.core).to(device)
+    return experiment.algo.learner(agent, max(1, experiment.frames // spec.frames_per_step))
+
+
+def learn(learner: Learner, batch: Batch, seed: int, device: torch.device) -> Update:
+    """One update, with how old the weights were that played what it learns from."""
+    lag = learner.updates - batch.trajectory.version.float().mean()
+    # dropout draws from the global stream: an address of its own makes it independent of all else
+    reseed(derive(seed, LEARNING, learner.updates), device)
+    update = learner.update(tree.to_device(batch, device))
+    # without metrics nothing was learnt, only judged
+    return update._replace(metrics=update.metrics | {"policy_lag": lag}) if update.metrics else update
+
+
+def begin_with(learner: Learner, weights: dict[str, Tensor], learnt: Snapshot) -> None:
+    """What another run has learnt, under this experiment's own schedules."""
+    load_weights(learner.agent, weights, "than this experiment's")
+    fresh = {k: v for k, v in learner.state_dict().items() if k in ("optimizer", "updates", "steps")}
+    learner.load_state_dict({**learnt, **fresh})
+
+
 class LocalRuntime:
     """Builds the parts of an experiment and runs them in a fixed order; a generator of Progress.
 
@@ -46,6 +71,7 @@ class LocalRuntime:
     """
 
     exact = True  # whether a resumed run equals an uninterrupted one
+    apart = False  # whether evaluations are played elsewhere, so that training need not wait for them
 
     def __init__(self, experiment: Experiment) -> None:
         self.experiment = experiment
@@ -56,12 +82,10 @@ class LocalRuntime:
         self.resumes = 0
         self._build_world()
         self.threads = set_threads(runtime.threads, self.spec)
-        torch.manual_seed(derive(experiment.seed, WEIGHTS))
         try:
-            agent = experiment.algo.agent(self.spec, experiment.net, experiment.core).to(self.device)
-            total_steps = experiment.frames // self.spec.frames_per_step
-            self.learner = experiment.algo.learner(agent, max(1, total_steps))
-            self.replay = experiment.algo.replay(runtime.envs).build(experiment.seed, self.spec, agent.initial_state(1))
+            self.learner = build_learner(experiment, self.spec, self.device)
+            memory = self.learner.agent.initial_state(1)
+            self.replay = experiment.algo.replay(runtime.envs).build(experiment.seed, self.spec, memory)
             self._build_actor()
         except BaseException:
             self.close()
@@ -101,12 +125,9 @@ class LocalRuntime:
         self.frames = self.steps * self.spec.frames_per_step
 
     def _update(self, batch: Batch, means: Means) -> None:
-        lag = self.learner.updates - batch.trajectory.version.float().mean()
-        # dropout draws from the global stream: an address of its own makes it independent of all else
-        reseed(derive(self.experiment.seed, LEARNING, self.learner.updates), self.device)
-        update = self.learner.update(tree.to_device(batch, self.device))
-        if update.metrics:  # else nothing was learnt, only judged
-            means.add(update.metrics | {"policy_lag": lag})
+        update = learn(self.learner, batch, self.experiment.seed, self.device)
+        if update.metrics:
+            means.add(update.metrics)
         if update.priorities is not None and batch.keys is not None:
             self._write_back(batch.keys, update.priorities)
 
@@ -114,10 +135,24 @@ class LocalRuntime:
         self.replay.update(keys, priorities)
 
     def begin_with(self, weights: dict[str, torch.Tensor], learnt: Snapshot) -> None:
-        """What another run has learnt, under this experiment's own schedules."""
-        load_weights(self.learner.agent, weights, "than this experiment's")
-        fresh = {k: v for k, v in self.learner.state_dict().items() if k in ("optimizer", "updates", "steps")}
-        self.learner.load_state_dict({**learnt, **fresh})
+        begin_with(self.learner, weights, learnt)
+
+    @property
+    def updates(self) -> int:
+        return self.learner.updates
+
+    @property
+    def experience(self) -> int:
+        """Bytes of what was played and is kept."""
+        return self.replay.bytes
+
+    def evaluate(self, weights: dict[str, Tensor], stop: Callable[[], bool]) -> list[Episode]:
+        """Games of an evaluation; fewer than planned if told to stop."""
+        return prepare(self.experiment, weights, self.device, self.threads)(stop)
+
+    def evaluate_beside(self, weights: dict[str, Tensor]) -> Beside:
+        """Begin an evaluation while training goes on."""
+        return Beside(self.experiment, self.frames, weights, self.device)
 
     def weights(self) -> dict[str, torch.Tensor]:
         return self.learner.agent.state_dict()

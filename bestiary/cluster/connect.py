@@ -1,0 +1,175 @@
+"""Reaching a Ray cluster: one of our own on this machine, or one that is already there."""
+
+import logging
+import os
+import signal
+import socket
+import tempfile
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bestiary.errors import UserError
+from bestiary.extras import require
+
+ANSWER = 10.0  # seconds to wait for an address
+STORE = 256 * 2**20  # bytes of shared memory, at least
+COMPARED = ("python", "bestiary", "torch", "numpy")  # versions that must be the same everywhere
+
+
+class Node(NamedTuple):
+    """A machine of the cluster, or one of several Ray nodes on a machine."""
+
+    id: str
+    name: str
+    cpus: float
+    gpus: float
+    memory: int  # bytes
+    store: int  # bytes of shared memory
+
+
+@contextmanager
+def own_signals() -> Iterator[None]:
+    """Ray takes SIGTERM over when it starts: give it back to whoever had it."""
+    ours = threading.current_thread() is threading.main_thread()  # others have no say in signals
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items() if ours else ():
+            signal.signal(number, handler)
+
+
+def connect(address: str | None, store: int = 0) -> list[Node]:
+    """Join the cluster at an address; None: start one that only this machine can reach and that ends with us."""
+    require("ray", "ray")
+    if address is None:
+        # Ray listens on all interfaces unless it believes that clusters are not for this system
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    else:
+        _refuse_silence(address)
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    import ray
+
+    common: dict[str, Any] = {
+        "include_dashboard": False,
+        "log_to_driver": False,
+        "logging_level": logging.ERROR,
+        "configure_logging": False,
+    }
+    with own_signals():
+        if address is None:
+            if os.environ.get("RAY_AUTH_MODE", "token") != "token":
+                raise UserError("RAY_AUTH_MODE must be token, or unset, for a cluster of our own")
+            ray.init(address="local", object_store_memory=max(STORE, store), **common)
+        else:
+            common.pop("include_dashboard")  # theirs to decide
+            try:
+                ray.init(address=address, **common)
+            except (ConnectionError, RuntimeError, ValueError) as e:
+                reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+                raise UserError(f"runtime.address={address} cannot be joined: {reason}") from None
+    return nodes()
+
+
+def _refuse_silence(address: str) -> None:
+    """Ray itself would try for a minute."""
+    if address == "auto":
+        file = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray" / "ray_current_cluster"
+        address = os.environ.get("RAY_ADDRESS") or (file.read_text().strip() if file.exists() else "")
+        if not address:
+            raise UserError("runtime.address=auto finds no cluster on this machine: start one with `ray start --head`")
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise UserError(f"runtime.address={address!r} should be HOST:PORT, such as 10.0.0.5:6379, or auto")
+    try:
+        socket.create_connection((host, int(port)), timeout=ANSWER).close()
+    except OSError as e:
+        raise UserError(f"no Ray cluster answers at {address} ({e}): start it with `ray start --head`") from None
+
+
+def disconnect() -> None:
+    import ray
+
+    if ray.is_initialized():
+        with own_signals():
+            ray.shutdown()
+
+
+def nodes() -> list[Node]:
+    import ray
+
+    found = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            has = node["Resources"]
+            memory, store = int(has.get("memory", 0)), int(has.get("object_store_memory", 0))
+            name = f"{node['NodeName']} ({node['NodeID'][:6]})"
+            found.append(Node(node["NodeID"], name, has.get("CPU", 0.0), has.get("GPU", 0.0), memory, store))
+    return sorted(found, key=lambda n: (-n.gpus, -n.cpus, n.id))
+
+
+def on(node: Node, soft: bool = True) -> Any:
+    """Preferably on this node; anywhere, should it be gone."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(node.id, soft=soft)
+
+
+def _look(path: str | None) -> tuple[dict[str, str], bool]:
+    """Runs on every node: what is installed there, and whether it can read and write a directory."""
+    from bestiary.run import versions
+
+    if path is None:
+        return versions(), True
+    try:
+        seen = Path(path).read_text()
+        answer = Path(f"{path}.{uuid.uuid4().hex}")
+        answer.write_text(seen)
+        answer.unlink()
+        return versions(), True
+    except OSError:
+        return versions(), False
+
+
+def check_nodes(found: list[Node], shared: Path | None = None) -> None:
+    """Refuse a cluster whose nodes have other versions than we do, or cannot see a directory they would need."""
+    import ray
+
+    from bestiary.run import versions
+
+    mark = None
+    if shared is not None:
+        shared.mkdir(parents=True, exist_ok=True)
+        mark = shared.resolve() / f".probe-{uuid.uuid4().hex}"
+        mark.write_text("seen")
+    try:
+        look = ray.remote(num_cpus=0)(_look)
+        asked = [look.options(scheduling_strategy=on(n)).remote(None if mark is None else str(mark)) for n in found]
+        mine = versions()
+        for node, ref in zip(found, asked, strict=True):
+            try:
+                theirs, sees = ray.get(ref, timeout=60)
+            except ray.exceptions.RayTaskError as e:
+                reason = str(e).strip().splitlines()[-1]
+                raise UserError(
+                    f"node {node.name} cannot run bestiary ({reason}): install the same package there"
+                ) from None
+            except ray.exceptions.GetTimeoutError:
+                raise UserError(
+                    f"node {node.name} does not answer within a minute: remove it from the cluster"
+                ) from None
+            for name in COMPARED:
+                if theirs.get(name) != mine.get(name):
+                    raise UserError(
+                        f"node {node.name} has {name} {theirs.get(name)}, this machine {mine.get(name)}: "
+                        "install the same version everywhere"
+                    )
+            if not sees:
+                raise UserError(f"node {node.name} cannot write to {shared}: choose a directory that all nodes share")
+    finally:
+        if mark is not None:
+            mark.unlink(missing_ok=True)

@@ -1,0 +1,252 @@
+"""The processes of a cluster: players, shards of the replay, teachers, and a judge. Plain classes; Ray is around them."""
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bestiary.actor import Actor
+from bestiary.cluster.lanes import Lanes
+from bestiary.cluster.wire import Flat, pack, unpack
+from bestiary.commands.parse import load_plugins
+from bestiary.evaluation import prepare
+from bestiary.experiment import Experiment
+from bestiary.machine import choose_device, keep_memory, set_threads
+from bestiary.plugins import load_file
+from bestiary.runtime.local import Means, begin_with, build_learner, learn
+from bestiary.seeding import ACTIONS, TRAIN, derive, substream
+from bestiary.types import Batch, Episode, Snapshot, Spec, Trajectory
+
+FlatWeights = NDArray[np.uint8]
+
+
+class Order(NamedTuple):
+    """What every process is told when it starts. JSON, so that nothing but settings can be in it."""
+
+    experiment: str
+    plugins: tuple[str, ...]  # files with parts of one's own
+
+    def read(self) -> Experiment:
+        load_plugins()
+        for file in self.plugins:
+            load_file(file)
+        keep_memory()
+        return Experiment.from_json(self.experiment)
+
+
+class Played(NamedTuple):
+    """What is told of a trajectory; the trajectory itself goes another way."""
+
+    moves: int
+    episodes: list[Episode]
+    tally: dict[str, float]
+    seconds: float
+
+
+class Player:
+    """An actor in a process of its own."""
+
+    def __init__(self, order: Order, number: int, life: int, resumes: int, explorer: Snapshot, chooser: Any = None) -> None:
+        """`life`: how many played in its place before; `chooser`: who chooses actions, if not the player itself."""
+        experiment = order.read()
+        runtime, algo, seed = experiment.runtime, experiment.algo, experiment.seed
+        first = number == life == 0  # who is alone plays the games of the local runtime
+        usual = TRAIN if resumes == 0 else derive(TRAIN, resumes)
+        stream = usual if first else substream(TRAIN, number, life, resumes)
+        rng = derive(seed, ACTIONS, resumes) if first else derive(seed, ACTIONS, resumes, number, life)
+        threads = max(1, round(runtime.actor_cpus))
+        self.number = number
+        self.world = experiment.env.make(runtime.envs, seed, stream, threads)
+        torch.get_num_threads()
+        torch.set_num_threads(threads)
+        agent = algo.agent(self.world.spec, experiment.net, experiment.core)
+        self.flat = Flat(agent.state_dict())
+        self.explorer = algo.explorer(runtime.actors * runtime.envs).part(number * runtime.envs, runtime.envs)
+        self.explorer.load_state_dict(explorer)
+        cpu = torch.device("cpu")
+        if chooser is None:
+            self.actor = Actor(self.world, agent, self.explorer, algo.unroll, rng, cpu)
+        else:
+            from bestiary.cluster.inference import Asking
+
+            self.actor = Asking(self.world, agent, self.explorer, algo.unroll, rng, cpu, chooser, (number, life))
+        self.actor.version = -1  # has no weights yet
+
+    def hello(self) -> None:
+        """Answers once all is built."""
+
+    def play(self, version: int, weights: FlatWeights) -> tuple[Played, Trajectory]:
+        started = time.perf_counter()
+        if version != self.actor.version:
+            self.actor.load(self.flat.unpack(weights), version)
+        trajectory, episodes = self.actor.unroll()
+        rows, streams = trajectory.action.shape
+        packed = pack(trajectory)
+        told = Played((rows - 1) * streams, episodes, self.world.tally(), time.perf_counter() - started)
+        return told, packed
+
+    def explored(self) -> Snapshot:
+        return self.explorer.state_dict()
+
+
+class Added(NamedTuple):
+    full: bool  # producers should wait for the learner
+    ahead: list[int]  # lanes that should wait for others
+
+
+class Shard:
+    """A replay in a process of its own, for some of the players."""
+
+    def __init__(self, order: Order, spec: Spec, number: int) -> None:
+        experiment = order.read()
+        runtime = experiment.runtime
+        memory = experiment.algo.agent(spec, experiment.net, experiment.core).initial_state(1)
+        seed = experiment.seed if number == 0 else derive(experiment.seed, number)
+        config = experiment.algo.replay(runtime.streams).share(runtime.parts)
+        self.replay = config.build(seed, spec, memory)
+        self.envs = runtime.envs
+        self.lanes = Lanes(runtime.streams // runtime.envs)
+
+    def hello(self) -> None:
+        """Answers once all is built."""
+
+    def join(self, lane: int) -> None:
+        self.lanes.join(lane)
+
+    def leave(self, lane: int) -> None:
+        self.lanes.leave(lane)
+        self._pass_on()  # nobody waits for it any more
+
+    def add(self, lane: int, packed: Trajectory) -> Added:
+        if not self.replay.aligned:
+            self.replay.add(unpack(packed), lane * self.envs)
+        elif self.lanes.present[lane]:  # else it comes from somebody who is gone
+            self.lanes.add(lane, unpack(packed))
+            self._pass_on()
+        return Added(self.replay.full, self.lanes.ahead())
+
+    def _pass_on(self) -> None:
+        while (t := self.lanes.take()) is not None:
+            self.replay.add(t)
+
+    def sample(self) -> tuple[Batch | None, bool]:
+        """A batch, if one is due, and whether producers should still wait."""
+        batch = self.replay.sample()
+        return None if batch is None else pack(batch), self.replay.full
+
+    def update(self, keys: NDArray[Any], priorities: NDArray[Any]) -> None:
+        self.replay.update(*unpack((keys, priorities)))
+
+    def about(self) -> tuple[dict[str, float], int]:
+        return self.replay.metrics(), self.replay.bytes
+
+    def state(self) -> Snapshot:
+        return self.replay.state_dict()
+
+    def load(self, state: Snapshot) -> None:
+        self.replay.load_state_dict(state)
+
+
+class Taught(NamedTuple):
+    """What came of some time of learning."""
+
+    updates: int  # ever made
+    metrics: dict[str, float]
+    full: dict[int, bool]  # of the shards that were asked: whether producers should wait
+    lost: list[int]  # shards that no longer answer
+    idle: float  # share of the time in which there was nothing to learn from
+
+
+class Teacher:
+    """A learner in a process of its own. It fetches batches from the shards itself, one ahead."""
+
+    def __init__(self, order: Order, spec: Spec) -> None:
+        self.experiment = order.read()
+        self.device = choose_device(self.experiment.runtime.device)
+        set_threads(self.experiment.runtime.threads, spec)
+        self.learner = build_learner(self.experiment, spec, self.device)
+        self.flat = Flat(self.learner.agent.state_dict())
+        self.ahead = 0 if self.experiment.runtime.lockstep else 1
+        self.shards: list[Any] = []
+        self.next = 0  # shard to ask
+        self.asked: list[tuple[int, Any]] = []  # batches on their way: shard, reference
+
+    def hello(self) -> None:
+        """Answers once all is built."""
+
+    def use(self, shards: list[Any]) -> None:
+        self.shards = shards
+        self.asked = []
+
+    def learn(self, seconds: float) -> tuple[Taught, FlatWeights | None]:
+        """Until nothing is due any more or so much time has passed; weights, if they have changed."""
+        before, started = self.learner.updates, time.perf_counter()
+        means, full, lost = Means(), {}, []
+        busy, empty = 0.0, 0  # seconds of learning; shards in a row that had nothing
+        while empty < len(self.shards) and time.perf_counter() - started < seconds and not lost:
+            shard, batch = self._fetch(full, lost)
+            if batch is None:
+                empty += 1
+                continue
+            empty, began = 0, time.perf_counter()
+            update = learn(self.learner, unpack(batch), self.experiment.seed, self.device)
+            if update.metrics:
+                means.add(update.metrics)
+            if update.priorities is not None and batch.keys is not None:
+                self._write_back(shard, batch.keys, update.priorities)
+            busy += time.perf_counter() - began
+        passed = time.perf_counter() - started
+        taught = Taught(self.learner.updates, means.take(), full, lost, 1 - busy / max(passed, 1e-9))
+        return taught, self.weights() if self.learner.updates > before else None
+
+    def _fetch(self, full: dict[int, bool], lost: list[int]) -> tuple[int, Batch | None]:
+        """The next batch, while others are already being drawn."""
+        import ray
+
+        while len(self.asked) <= self.ahead:
+            self.asked.append((self.next, self.shards[self.next].sample.remote()))
+            self.next = (self.next + 1) % len(self.shards)
+        shard, ref = self.asked.pop(0)
+        try:
+            batch, full[shard] = ray.get(ref, timeout=self.experiment.runtime.patience)
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, ray.exceptions.ObjectLostError):
+            lost.append(shard)
+            return shard, None
+        return shard, batch
+
+    def _write_back(self, shard: int, keys: NDArray[Any], priorities: Tensor) -> None:
+        import ray
+
+        done = self.shards[shard].update.remote(np.array(keys), pack(priorities))
+        if self.ahead == 0:  # in a fixed order: nothing is drawn before it is there
+            ray.get(done)
+
+    def weights(self) -> FlatWeights:
+        return self.flat.pack(self.learner.agent.state_dict())
+
+    def state(self) -> tuple[Snapshot, FlatWeights]:
+        return self.learner.state_dict(), self.weights()
+
+    def load(self, weights: FlatWeights, state: Snapshot) -> None:
+        self.learner.agent.load_state_dict(self.flat.unpack(weights))
+        self.learner.load_state_dict(state)
+
+    def begin_with(self, weights: dict[str, NDArray[Any]], learnt: Snapshot) -> None:
+        begin_with(self.learner, unpack(weights), learnt)
+
+
+class Judge:
+    """Plays evaluations in a process of its own."""
+
+    def __init__(self, order: Order, spec: Spec) -> None:
+        self.experiment = order.read()
+        with torch.random.fork_rng(devices=[]):
+            agent = self.experiment.algo.agent(spec, self.experiment.net, self.experiment.core)
+        self.flat = Flat(agent.state_dict())
+
+    def play(self, weights: FlatWeights, stop: Callable[[], bool] = lambda: False) -> list[Episode]:
+        return prepare(self.experiment, self.flat.unpack(weights), torch.device("cpu"), threads=1)(stop)

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from bestiary.errors import UserError
+from bestiary.errors import LOST, Lost, UserError
 from bestiary.suggest import did_you_mean
 
 HELP = """\
@@ -60,6 +60,9 @@ def main(argv: list[str] | None = None) -> int:
         return command(rest)
     except UserError as e:  # what a user can mend, in one sentence; anything else keeps its traceback
         return fail(str(e))
+    except Lost as e:
+        fail(str(e))
+        return LOST
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # who read our output has seen enough: `bestiary list | head`

@@ -36,6 +36,7 @@ class Silent:
     def start(self, experiment: "Experiment", run: "Run", frames: int) -> None: ...
     def update(self, view: View) -> None: ...
     def note(self, text: str) -> None: ...
+    def tell(self, text: str) -> None: ...
     def warn(self, text: str) -> None: ...
     def evaluated(self, frames: int, games: list[Episode]) -> None: ...
 
@@ -126,6 +127,9 @@ class Lines(_Pace):
     def note(self, text: str) -> None:
         self.say(text)
 
+    def tell(self, text: str) -> None:
+        self.say(text)
+
     def warn(self, text: str) -> None:
         self.say(f"warning: {text}")
 
@@ -176,9 +180,12 @@ class Dashboard(_Pace):
         self.last_note = text
         self.show(*self.shown_last)
 
-    def warn(self, text: str) -> None:
+    def tell(self, text: str) -> None:
         """Above the screen, where it stays."""
-        self.live.console.print(f"warning: {text}", markup=False, soft_wrap=True)
+        self.live.console.print(text, markup=False, soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        self.tell(f"warning: {text}")
 
     def evaluated(self, frames: int, games: list[Episode]) -> None:
         self.last_evaluation = f"{spread(games, self.references)} at {count(frames)} frames"

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -299,6 +299,23 @@ def prepare(
     return games
 
 
+class Elsewhere(Protocol):
+    """An evaluation that is played while training goes on."""
+
+    frames: int
+    weights: dict[str, Tensor]
+
+    @property
+    def playing(self) -> bool: ...
+    def end(self, stop: Callable[[], bool] = ...) -> None:
+        """Wait until all games are played, or break them off once told to: without a word, now."""
+        ...
+
+    def games(self) -> list[Episode]:
+        """What was played; fewer games than planned if it was broken off."""
+        ...
+
+
 class Beside:
     """An evaluation in a thread of its own, with the weights as they were when it began.
 
@@ -328,14 +345,12 @@ class Beside:
         return self.thread.is_alive()
 
     def end(self, stop: Callable[[], bool] = lambda: True) -> None:
-        """Wait until all games are played, or break them off once told to: without a word, now."""
         while self.playing:
             if stop():
                 self.stopping.set()
             self.thread.join(0.05)
 
     def games(self) -> list[Episode]:
-        """What was played; fewer games than planned if it was broken off."""
         if self.failure is not None:
             raise self.failure
         return self.played

@@ -15,7 +15,7 @@ from typing import IO, Generic, NamedTuple, Protocol, TypeVar
 from bestiary.errors import UserError
 from bestiary.experiment import Experiment
 from bestiary.machine import cores
-from bestiary.plugins import used
+from bestiary.plugins import plugin_words
 from bestiary.run import Run
 
 OUTPUT = "output.txt"  # what the process of a run said last time, beside its tables
@@ -215,8 +215,7 @@ def hold(root: Path) -> IO[bytes]:
 
 def command(path: Path) -> list[str]:
     """What goes on with a run in a process of its own, with the parts that files registered here."""
-    plugins = [word for file in used() for word in ("--plugin", file)]
-    return [sys.executable, "-m", "bestiary.jobs", str(path), *plugins]
+    return [sys.executable, "-m", "bestiary.jobs", str(path), *plugin_words()]
 
 
 def _leave_with_the_parent() -> None:

@@ -65,6 +65,11 @@ def used() -> list[str]:
     return sorted(str(Path(path).resolve()) for path in _used)
 
 
+def plugin_words() -> list[str]:
+    """The same files, as words of a command."""
+    return [word for file in used() for word in ("--plugin", file)]
+
+
 def _parts() -> dict[str, set[str]]:
     import gymnasium
 

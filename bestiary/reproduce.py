@@ -16,6 +16,7 @@ from bestiary.experiment import Experiment
 from bestiary.jobs import Ended, evaluations, finished, run_all
 from bestiary.presets import memory_rl
 from bestiary.presets.budgets import MEMORY_RL
+from bestiary.runtime.local import LocalRuntime
 from bestiary.suggest import did_you_mean
 
 Scale = Literal["small", "paper"]
@@ -92,6 +93,7 @@ def plan(figure: str, scale: Scale, seeds: int, memories: Sequence[str], root: P
 def seconds_per_frame(experiment: Experiment) -> float:
     """Measured here and now: an unroll and a few updates, weighed as the run would."""
     runtime = experiment.runtime.start(experiment)
+    assert isinstance(runtime, LocalRuntime)
     try:
         acting = learning = 0.0
         trajectory, _ = runtime.actor.unroll()  # the first one also compiles

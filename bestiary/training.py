@@ -15,8 +15,8 @@ from bestiary.checkpoint import Checkpoint, NotSaved
 from bestiary.config import encode, kebab
 from bestiary.display import Screen, Silent, View, count
 from bestiary.envs.base import advice
-from bestiary.errors import UserError
-from bestiary.evaluation import Beside, commanded, evaluated_in
+from bestiary.errors import Lost, UserError
+from bestiary.evaluation import Elsewhere, commanded, evaluated_in
 from bestiary.experiment import Experiment
 from bestiary.extras import require
 from bestiary.filming import check, film
@@ -127,7 +127,7 @@ class Session:
             self.row_at = self.evaluated_at = 0  # frames
             self.filmed_at = 0  # frames
             self.asked_at = 0  # frames when an evaluation was last begun beside training, or left out
-            self.beside: Beside | None = None
+            self.beside: Elsewhere | None = None
             if saved is not None:
                 self._load(saved.weights, saved.trainer, played)
         except BaseException:
@@ -144,6 +144,8 @@ class Session:
             started, before = time.monotonic(), self.seconds
             self.row_time, self.row_updates = started, self.runtime.updates
             self.screen.start(self.experiment, self.run, self.runtime.frames)
+            for text in self.runtime.introduction:
+                self.screen.tell(text)
             for text in advice(self.experiment.env, self.experiment.algo):
                 self.screen.warn(text)
             try:
@@ -169,7 +171,9 @@ class Session:
                     self._end_beside()
                 finally:
                     self.save()
-            except Exception:
+            except Exception as e:
+                if isinstance(e, Lost):
+                    self.recorder.event(self.runtime.frames, str(e))
                 self._save_after_failure()
                 raise
             finally:

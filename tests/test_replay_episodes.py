@@ -19,7 +19,7 @@ from bestiary.errors import UserError
 from bestiary.ops.commands import Aim, aim, less_start
 from bestiary.replay import episodes as module
 from bestiary.replay.episodes import EpisodeReplay, Episodes, Held, Survey
-from bestiary.replay.ring import ROW_BYTES
+from bestiary.replay.base import row_bytes
 from bestiary.types import Batch, Spec, TimeStep, Trajectory
 
 STREAMS = 3
@@ -1048,7 +1048,7 @@ def test_returns_are_not_fitted_to_pictures():
 
 def test_more_than_fits_into_memory_is_refused_beforehand(monkeypatch):
     monkeypatch.setattr("bestiary.machine.free_memory", lambda: 2**30)
-    needed = 200 * 1_000 * (84 * 84 + ROW_BYTES)
+    needed = 200 * 1_000 * row_bytes(PICTURES)
     told = rf"^algo\.capacity=200 needs {needed / 2**30:.1f} GiB of memory, of which 1\.0 are free: lower it to \d+ or"
     with pytest.raises(UserError, match=told):
         settings(capacity=200).build(0, PICTURES, MEMORY)

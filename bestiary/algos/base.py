@@ -95,8 +95,10 @@ def apply_gradient(
 class Learner(Protocol):
     """Owns targets, critics and optimisers, and never ships them."""
 
-    agent: Agent
     updates: int
+
+    @property
+    def agent(self) -> Agent: ...
 
     def update(self, batch: Batch) -> Update: ...
     def state_dict(self) -> Snapshot: ...

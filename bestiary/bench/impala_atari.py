@@ -13,6 +13,7 @@ from bestiary.bench import medians
 from bestiary.envs.atari import AtariWorld
 from bestiary.nets import Resnet, Shallow
 from bestiary.presets import preset
+from bestiary.runtime.local import LocalRuntime
 from bestiary.types import Batch
 
 
@@ -42,6 +43,7 @@ def measure(cfg: Settings, net: str) -> dict[str, float]:
         runtime=replace(base.runtime, envs=cfg.envs, threads=cfg.threads),
     )
     runtime = experiment.runtime.start(experiment)
+    assert isinstance(runtime, LocalRuntime)
     loop = iter(runtime)
     next(loop)
     world, actor, learner = runtime.world, runtime.actor, runtime.learner

@@ -191,6 +191,7 @@ def measure(cfg: Settings) -> dict[str, float]:
     algo = experiment.algo
     assert isinstance(algo, Apex | R2d2)
     with closing(experiment.runtime.start(experiment)) as runtime:
+        assert isinstance(runtime, LocalRuntime)
         fill(runtime)
         parts, loop = Parts(experiment, runtime), Loop(runtime)
         sides: dict[str, Callable[[], object]] = {

@@ -12,8 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ray
+from ray._private import ray_constants
+from ray.exceptions import GetTimeoutError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
 from bestiary.errors import UserError
-from bestiary.extras import require
 
 ANSWER = 10.0  # seconds to wait for an address
 STORE = 256 * 2**20  # bytes of shared memory, at least
@@ -45,15 +49,11 @@ def own_signals() -> Iterator[None]:
 
 def connect(address: str | None, store: int = 0) -> list[Node]:
     """Join the cluster at an address; None: start one that only this machine can reach and that ends with us."""
-    require("ray", "ray")
-    if address is None:
-        # Ray listens on all interfaces unless it believes that clusters are not for this system
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    else:
+    # Ray listens on all interfaces unless it believes that clusters are not for this system
+    ray_constants.ENABLE_RAY_CLUSTER = address is not None
+    if address is not None:
         _refuse_silence(address)
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-    import ray
-
     common: dict[str, Any] = {
         "include_dashboard": False,
         "log_to_driver": False,
@@ -92,16 +92,12 @@ def _refuse_silence(address: str) -> None:
 
 
 def disconnect() -> None:
-    import ray
-
     if ray.is_initialized():
         with own_signals():
             ray.shutdown()
 
 
 def nodes() -> list[Node]:
-    import ray
-
     found = []
     for node in ray.nodes():
         if node["Alive"]:
@@ -114,9 +110,12 @@ def nodes() -> list[Node]:
 
 def on(node: Node, soft: bool = True) -> Any:
     """Preferably on this node; anywhere, should it be gone."""
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
     return NodeAffinitySchedulingStrategy(node.id, soft=soft)
+
+
+def process(kind: type, cpus: float = 0, gpus: float = 0, **options: Any) -> Any:
+    """What a process of this kind is started with: `.remote(...)` gives a handle to it."""
+    return ray.remote(num_cpus=cpus, num_gpus=gpus)(kind).options(**options)
 
 
 def _look(path: str | None) -> tuple[dict[str, str], bool]:
@@ -137,8 +136,6 @@ def _look(path: str | None) -> tuple[dict[str, str], bool]:
 
 def check_nodes(found: list[Node], shared: Path | None = None) -> None:
     """Refuse a cluster whose nodes have other versions than we do, or cannot see a directory they would need."""
-    import ray
-
     from bestiary.run import versions
 
     mark = None
@@ -153,12 +150,12 @@ def check_nodes(found: list[Node], shared: Path | None = None) -> None:
         for node, ref in zip(found, asked, strict=True):
             try:
                 theirs, sees = ray.get(ref, timeout=60)
-            except ray.exceptions.RayTaskError as e:
+            except RayTaskError as e:
                 reason = str(e).strip().splitlines()[-1]
                 raise UserError(
                     f"node {node.name} cannot run bestiary ({reason}): install the same package there"
                 ) from None
-            except ray.exceptions.GetTimeoutError:
+            except GetTimeoutError:
                 raise UserError(
                     f"node {node.name} does not answer within a minute: remove it from the cluster"
                 ) from None

@@ -1,12 +1,14 @@
-"""The processes of a cluster: players, shards of the replay, teachers, and a judge. Plain classes; Ray is around them."""
+"""The processes of a cluster: players, shards of the replay, a teacher and a judge. Ray is around them, not in them."""
 
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+import ray
 import torch
 from numpy.typing import NDArray
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
 from torch import Tensor
 
 from bestiary.actor import Actor
@@ -17,6 +19,7 @@ from bestiary.evaluation import prepare
 from bestiary.experiment import Experiment
 from bestiary.machine import choose_device, keep_memory, set_threads
 from bestiary.plugins import load_file
+from bestiary.runtime import Ray
 from bestiary.runtime.local import Means, begin_with, build_learner, learn
 from bestiary.seeding import ACTIONS, TRAIN, derive, substream
 from bestiary.types import Batch, Episode, Snapshot, Spec, Trajectory
@@ -38,6 +41,11 @@ class Order(NamedTuple):
         return Experiment.from_json(self.experiment)
 
 
+def settings(experiment: Experiment) -> Ray:
+    assert isinstance(experiment.runtime, Ray)
+    return experiment.runtime
+
+
 class Played(NamedTuple):
     """What is told of a trajectory; the trajectory itself goes another way."""
 
@@ -50,10 +58,12 @@ class Played(NamedTuple):
 class Player:
     """An actor in a process of its own."""
 
-    def __init__(self, order: Order, number: int, life: int, resumes: int, explorer: Snapshot, chooser: Any = None) -> None:
+    def __init__(
+        self, order: Order, number: int, life: int, resumes: int, explorer: Snapshot, chooser: Any = None
+    ) -> None:
         """`life`: how many played in its place before; `chooser`: who chooses actions, if not the player itself."""
         experiment = order.read()
-        runtime, algo, seed = experiment.runtime, experiment.algo, experiment.seed
+        runtime, algo, seed = settings(experiment), experiment.algo, experiment.seed
         first = number == life == 0  # who is alone plays the games of the local runtime
         usual = TRAIN if resumes == 0 else derive(TRAIN, resumes)
         stream = usual if first else substream(TRAIN, number, life, resumes)
@@ -68,12 +78,14 @@ class Player:
         self.explorer = algo.explorer(runtime.actors * runtime.envs).part(number * runtime.envs, runtime.envs)
         self.explorer.load_state_dict(explorer)
         cpu = torch.device("cpu")
+        self.chooser = chooser
         if chooser is None:
             self.actor = Actor(self.world, agent, self.explorer, algo.unroll, rng, cpu)
         else:
             from bestiary.cluster.inference import Asking
 
-            self.actor = Asking(self.world, agent, self.explorer, algo.unroll, rng, cpu, chooser, (number, life))
+            asking = Asking(self.world, agent, self.explorer, algo.unroll, rng, cpu)
+            self.actor = asking.ask(chooser, (number, life))
         self.actor.version = -1  # has no weights yet
 
     def hello(self) -> None:
@@ -81,7 +93,7 @@ class Player:
 
     def play(self, version: int, weights: FlatWeights) -> tuple[Played, Trajectory]:
         started = time.perf_counter()
-        if version != self.actor.version:
+        if self.chooser is None and version != self.actor.version:
             self.actor.load(self.flat.unpack(weights), version)
         trajectory, episodes = self.actor.unroll()
         rows, streams = trajectory.action.shape
@@ -103,7 +115,7 @@ class Shard:
 
     def __init__(self, order: Order, spec: Spec, number: int) -> None:
         experiment = order.read()
-        runtime = experiment.runtime
+        runtime = settings(experiment)
         memory = experiment.algo.agent(spec, experiment.net, experiment.core).initial_state(1)
         seed = experiment.seed if number == 0 else derive(experiment.seed, number)
         config = experiment.algo.replay(runtime.streams).share(runtime.parts)
@@ -133,16 +145,13 @@ class Shard:
         while (t := self.lanes.take()) is not None:
             self.replay.add(t)
 
-    def sample(self) -> tuple[Batch | None, bool]:
-        """A batch, if one is due, and whether producers should still wait."""
+    def sample(self) -> "Drawn":
         batch = self.replay.sample()
-        return None if batch is None else pack(batch), self.replay.full
+        packed = None if batch is None else pack(batch)
+        return Drawn(packed, Held(self.replay.full, self.replay.bytes, self.replay.metrics()))
 
     def update(self, keys: NDArray[Any], priorities: NDArray[Any]) -> None:
         self.replay.update(*unpack((keys, priorities)))
-
-    def about(self) -> tuple[dict[str, float], int]:
-        return self.replay.metrics(), self.replay.bytes
 
     def state(self) -> Snapshot:
         return self.replay.state_dict()
@@ -151,12 +160,26 @@ class Shard:
         self.replay.load_state_dict(state)
 
 
+class Held(NamedTuple):
+    """What a shard says of itself."""
+
+    full: bool  # producers should wait for the learner
+    bytes: int
+    metrics: dict[str, float]
+
+
+class Drawn(NamedTuple):
+    batch: Batch | None  # None: nothing is due
+    held: Held
+
+
 class Taught(NamedTuple):
     """What came of some time of learning."""
 
     updates: int  # ever made
+    changed: bool  # whether some were made now
     metrics: dict[str, float]
-    full: dict[int, bool]  # of the shards that were asked: whether producers should wait
+    held: dict[int, Held]  # by the shards that were asked
     lost: list[int]  # shards that no longer answer
     idle: float  # share of the time in which there was nothing to learn from
 
@@ -166,11 +189,12 @@ class Teacher:
 
     def __init__(self, order: Order, spec: Spec) -> None:
         self.experiment = order.read()
-        self.device = choose_device(self.experiment.runtime.device)
-        set_threads(self.experiment.runtime.threads, spec)
+        self.cfg = settings(self.experiment)
+        self.device = choose_device(self.cfg.device)
+        set_threads(self.cfg.threads, spec)
         self.learner = build_learner(self.experiment, spec, self.device)
         self.flat = Flat(self.learner.agent.state_dict())
-        self.ahead = 0 if self.experiment.runtime.lockstep else 1
+        self.ahead = 0 if self.cfg.lockstep else 1
         self.shards: list[Any] = []
         self.next = 0  # shard to ask
         self.asked: list[tuple[int, Any]] = []  # batches on their way: shard, reference
@@ -185,10 +209,10 @@ class Teacher:
     def learn(self, seconds: float) -> tuple[Taught, FlatWeights | None]:
         """Until nothing is due any more or so much time has passed; weights, if they have changed."""
         before, started = self.learner.updates, time.perf_counter()
-        means, full, lost = Means(), {}, []
+        means, held, lost = Means(), {}, []
         busy, empty = 0.0, 0  # seconds of learning; shards in a row that had nothing
         while empty < len(self.shards) and time.perf_counter() - started < seconds and not lost:
-            shard, batch = self._fetch(full, lost)
+            shard, batch = self._fetch(held, lost)
             if batch is None:
                 empty += 1
                 continue
@@ -200,27 +224,24 @@ class Teacher:
                 self._write_back(shard, batch.keys, update.priorities)
             busy += time.perf_counter() - began
         passed = time.perf_counter() - started
-        taught = Taught(self.learner.updates, means.take(), full, lost, 1 - busy / max(passed, 1e-9))
-        return taught, self.weights() if self.learner.updates > before else None
+        changed, idle = self.learner.updates > before, 1 - busy / max(passed, 1e-9)
+        taught = Taught(self.learner.updates, changed, means.take(), held, lost, idle)
+        return taught, self.weights() if changed else None
 
-    def _fetch(self, full: dict[int, bool], lost: list[int]) -> tuple[int, Batch | None]:
+    def _fetch(self, held: dict[int, Held], lost: list[int]) -> tuple[int, Batch | None]:
         """The next batch, while others are already being drawn."""
-        import ray
-
         while len(self.asked) <= self.ahead:
             self.asked.append((self.next, self.shards[self.next].sample.remote()))
             self.next = (self.next + 1) % len(self.shards)
         shard, ref = self.asked.pop(0)
         try:
-            batch, full[shard] = ray.get(ref, timeout=self.experiment.runtime.patience)
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, ray.exceptions.ObjectLostError):
+            batch, held[shard] = ray.get(ref, timeout=self.cfg.patience)
+        except (RayActorError, GetTimeoutError, ObjectLostError):
             lost.append(shard)
             return shard, None
         return shard, batch
 
-    def _write_back(self, shard: int, keys: NDArray[Any], priorities: Tensor) -> None:
-        import ray
-
+    def _write_back(self, shard: int, keys: Any, priorities: Tensor) -> None:
         done = self.shards[shard].update.remote(np.array(keys), pack(priorities))
         if self.ahead == 0:  # in a fixed order: nothing is drawn before it is there
             ray.get(done)

@@ -1,6 +1,6 @@
 """What travels between processes: trees of arrays, and weights as one flat one."""
 
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,15 +9,13 @@ from torch import Tensor
 
 from bestiary import tree
 
-Tree = TypeVar("Tree")
 
-
-def pack(tensors: Tree) -> Tree:
+def pack(tensors: Any) -> Any:
     """Tensors as arrays: these are put into shared memory as they are, and read from there without a copy."""
     return tree.map(lambda x: x.detach().cpu().numpy(), tensors)
 
 
-def unpack(arrays: Tree) -> Tree:
+def unpack(arrays: Any) -> Any:
     """Arrays as tensors of one's own: shared memory must not be written to."""
     return tree.map(lambda x: torch.from_numpy(np.array(x)), arrays)
 

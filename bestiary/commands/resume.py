@@ -6,10 +6,12 @@ from typing import Annotated
 
 import tyro
 
+from bestiary.cluster.supervise import supervise
 from bestiary.commands.parse import load_plugins, parse
-from bestiary.commands.train import run_session
+from bestiary.commands.train import restarts_of, run_session
 from bestiary.config import Count
 from bestiary.display import Lines, choose_screen
+from bestiary.plugins import plugin_words
 from bestiary.run import Run
 
 
@@ -35,6 +37,8 @@ def main(args: list[str]) -> int:
         run.find(chosen.checkpoint)
     if chosen.frames is not None:
         experiment = replace(experiment, frames=chosen.frames)
+    if restarts := restarts_of(experiment):
+        return supervise(["resume", *args, *plugin_words()], run.path, restarts)
     screen = Lines() if chosen.plain else choose_screen()
     # stopped before its first checkpoint: from the beginning
     return run_session(experiment, run.path, screen, (chosen.checkpoint or "last") if begun else None)

@@ -8,12 +8,15 @@ from types import FrameType
 
 from rich.console import Console
 
+from bestiary.cluster.supervise import supervise, watched
 from bestiary.commands.parse import Flat, check_parts, load_plugins, parse
 from bestiary.display import Lines, Screen, choose_screen
 from bestiary.errors import UserError
 from bestiary.experiment import Experiment
+from bestiary.plugins import plugin_words
 from bestiary.presets import PRESETS, preset
 from bestiary.run import Run, new_path
+from bestiary.runtime import Ray
 from bestiary.training import Session
 
 
@@ -43,6 +46,9 @@ def main(args: list[str]) -> int:
     if chosen.jobs is not None:
         raise UserError("--jobs are for several seeds: name them with --seeds")
     path = chosen.run or new_path(args[0], chosen.experiment.seed)
+    if restarts := restarts_of(chosen.experiment):
+        named = [] if chosen.run else ["--run", str(path)]
+        return supervise(["train", *args, *named, *plugin_words()], path, restarts)
     return run_session(chosen.experiment, path, Lines() if chosen.plain else choose_screen())
 
 
@@ -50,6 +56,12 @@ def read(args: list[str]) -> Train:
     """PRESET and what is changed of it."""
     name, rest = args[0], args[1:]
     return parse(Train, check_parts(rest), f"bestiary train {name}", Train(preset(name)))
+
+
+def restarts_of(experiment: Experiment) -> int:
+    """How often to start a run again that was lost; 0: somebody watches over this process already."""
+    runtime = experiment.runtime
+    return runtime.max_restarts if isinstance(runtime, Ray) and not watched() else 0
 
 
 class Signals:

@@ -1,5 +1,6 @@
 """What every replay promises: trajectories in, batches out, at its own ratio."""
 
+from math import prod
 from typing import Protocol, Self
 
 from torch import Tensor
@@ -44,6 +45,15 @@ class ReplayConfig(Protocol):
         """What each of so many replays, with its part of the streams, should be."""
         ...
 
+    def room(self, spec: Spec, unroll: int) -> int:
+        """Bytes it will hold when full, about."""
+        ...
+
     def build(self, seed: int, spec: Spec, state: State) -> Replay:
         """state: memory of one environment. Refuses what does not fit into this machine."""
         ...
+
+
+def row_bytes(spec: Spec) -> int:
+    """Of a row: what was seen, two actions, a version, a reward and two flags."""
+    return prod(spec.obs_shape) * spec.obs_dtype.itemsize + 8 + 8 + 8 + 4 + 1 + 1

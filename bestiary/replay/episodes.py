@@ -13,7 +13,8 @@ from bestiary import tree
 from bestiary.errors import UserError
 from bestiary.machine import check_memory
 from bestiary.ops.commands import Aim, Floats, best, less_start, to_go
-from bestiary.replay.ring import ROW_BYTES, Drawn, Meter, room
+from bestiary.replay.base import row_bytes
+from bestiary.replay.ring import Drawn, Meter, room
 from bestiary.seeding import REPLAY, derive
 from bestiary.types import Batch, Snapshot, Spec, State, TimeStep, Trajectory
 
@@ -474,12 +475,13 @@ class Episodes:
         kept = {k: max(1, getattr(self, k) // parts) for k in ("capacity", "best", "latest", "warmup")}
         return replace(self, moves=moves, **kept)
 
+    def room(self, spec: Spec, unroll: int = 0) -> int:
+        limits = (self.moves, None if spec.horizon is None else self.capacity * spec.horizon)
+        return min((limit for limit in limits if limit is not None), default=0) * row_bytes(spec)
+
     def build(self, seed: int, spec: Spec, state: State) -> EpisodeReplay:
         if self.adjust and spec.is_image:
             raise UserError(f"algo.adjust fits returns to first observations: {spec.name} shows pictures, not a vector")
-        limits = (self.moves, None if spec.horizon is None else self.capacity * spec.horizon)
-        moves = min((limit for limit in limits if limit is not None), default=0)
-        seen = int(np.prod(spec.obs_shape)) * spec.obs_dtype.itemsize
-        check_memory(moves * (seen + ROW_BYTES), self.capacity)
+        check_memory(self.room(spec), self.capacity)
         memory = state[2:]  # what comes before is the command, and how boldly it is followed
         return EpisodeReplay(self, seed, remembers=any(leaf.is_floating_point() for leaf in memory))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from bestiary import tree
 from bestiary.errors import UserError
+from bestiary.replay.base import row_bytes
 from bestiary.types import Batch, Snapshot, Spec, State, TimeStep, Trajectory
 
 
@@ -94,6 +95,9 @@ class Fifo:
 
     def share(self, parts: int) -> Self:
         return self  # it is as large as its streams ask for
+
+    def room(self, spec: Spec, unroll: int) -> int:
+        return (self.capacity + self.batch_size) * (unroll + 1) * row_bytes(spec)
 
     def build(self, seed: int = 0, spec: Spec | None = None, state: State = ()) -> FifoReplay:
         return FifoReplay(self)

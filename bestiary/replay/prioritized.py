@@ -13,6 +13,7 @@ from bestiary import tree
 from bestiary.errors import UserError
 from bestiary.machine import LITTLE, check_memory
 from bestiary.ops.priorities import importance
+from bestiary.replay.base import row_bytes
 from bestiary.replay.ring import Meter, Ring, RingReplay, SparingRing, bytes_needed
 from bestiary.replay.sum_tree import SumTree
 from bestiary.seeding import REPLAY, derive
@@ -210,6 +211,9 @@ class Prioritized:
 
     def share(self, parts: int) -> Self:
         return replace(self, capacity=self.capacity // parts, warmup=self.warmup // parts)
+
+    def room(self, spec: Spec, unroll: int) -> int:
+        return self.capacity * row_bytes(spec)
 
     def build(self, seed: int, spec: Spec | None = None, state: State = ()) -> PrioritizedReplay:
         every = max(self.unroll, 1)

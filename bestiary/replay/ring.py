@@ -10,10 +10,10 @@ from torch import Tensor
 
 from bestiary import tree
 from bestiary.errors import UserError
+from bestiary.replay.base import row_bytes
 from bestiary.types import Snapshot, Spec, State, TimeStep, Trajectory
 
 Rows = Any  # a tree of tensors [rows, streams, ...]
-ROW_BYTES = 8 + 8 + 8 + 4 + 1 + 1  # of a row besides what was seen: two actions, a version, a reward, two flags
 
 
 class Ring:
@@ -206,8 +206,7 @@ def room(count: int, like: Tensor) -> Tensor:
 
 def bytes_needed(capacity: int, spec: Spec, aux: int, state: State, every: int) -> int:
     """Of a full ring: `aux` bytes kept with each row, and memory (none: ()) `every` so many rows."""
-    seen = int(np.prod(spec.obs_shape)) * spec.obs_dtype.itemsize
-    return capacity * (seen + aux + ROW_BYTES) + capacity // every * tree.size(state)
+    return capacity * (row_bytes(spec) + aux) + capacity // every * tree.size(state)
 
 
 class Meter:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bestiary.errors import UserError
 from bestiary.machine import check_memory
+from bestiary.replay.base import row_bytes
 from bestiary.replay.ring import Meter, Ring, RingReplay, bytes_needed
 from bestiary.seeding import REPLAY, derive
 from bestiary.types import Batch, Snapshot, Spec, State, Trajectory
@@ -136,6 +137,9 @@ class Uniform:
 
     def share(self, parts: int) -> Self:
         return replace(self, capacity=self.capacity // parts, warmup=self.warmup // parts)
+
+    def room(self, spec: Spec, unroll: int) -> int:
+        return self.capacity * row_bytes(spec)
 
     def build(self, seed: int, spec: Spec | None = None, state: State = ()) -> UniformReplay:
         replay = UniformReplay(self, seed)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from bestiary.errors import UserError
+from bestiary.extras import require
 
 if TYPE_CHECKING:
     from bestiary.cluster.runtime import ClusterRuntime
@@ -121,6 +122,7 @@ class Ray(_Machine):
         return self.shards
 
     def start(self, experiment: "Experiment") -> "ClusterRuntime":
+        require("ray", "ray")
         from bestiary.cluster.runtime import ClusterRuntime
 
         return ClusterRuntime(experiment)

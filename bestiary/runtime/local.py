@@ -71,6 +71,7 @@ class LocalRuntime:
     """
 
     exact = True  # whether a resumed run equals an uninterrupted one
+    introduction: tuple[str, ...] = ()  # what a person should know before it starts
     apart = False  # whether evaluations are played elsewhere, so that training need not wait for them
 
     def __init__(self, experiment: Experiment) -> None:

@@ -1,0 +1,555 @@
+"""The loop over processes: weights, trajectories and priorities travel as before, only further.
+
+The driver sees references and small messages; what was observed goes from players to shards and from there to the
+learner. Whoever is lost is replaced and told of. Without the learner nothing can go on: then the run continues from its
+last checkpoint, in a new driver.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import ray
+import torch
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from torch import Tensor
+
+from bestiary.checkpoint import NotSaved
+from bestiary.cluster.connect import check_nodes, connect, disconnect, on, process
+from bestiary.cluster.parts import Added, Held, Judge, Order, Played, Player, Shard, Taught, Teacher
+from bestiary.cluster.plan import Needs, plan
+from bestiary.cluster.wire import Flat, pack
+from bestiary.errors import Lost, UserError
+from bestiary.experiment import Experiment
+from bestiary.machine import choose_device
+from bestiary.plugins import used
+from bestiary.replay.base import row_bytes
+from bestiary.runtime import Ray
+from bestiary.seeding import TRAIN
+from bestiary.types import Episode, Progress, Snapshot, Spec
+
+LESSON = 1.0  # seconds of learning between two looks at the rest
+LOOK = 0.5  # seconds to wait for news at most
+TRIES = 2  # failures of a player in a row, by its own fault, that are put up with
+PAUSE = 30.0  # seconds at most before a player that keeps failing is tried again
+
+
+class Task(NamedTuple):
+    """Something asked of a process."""
+
+    what: str  # hello, play, add or learn
+    who: int
+    since: float
+    life: int = 0  # of the player that was asked
+    brings: Any = None  # reference to what it makes besides its answer: a trajectory, or weights
+
+
+class Place:
+    """Where a player plays; players come and go."""
+
+    def __init__(self, number: int, shard: int, lane: int) -> None:
+        self.number, self.shard, self.lane = number, shard, lane
+        self.player: Any = None
+        self.life = -1  # how many played here before
+        self.idle = False  # ready, and nothing was asked of it
+        self.adding = 0  # trajectories on their way into the replay
+        self.failures = 0  # in a row
+        self.again = 0.0  # when to try again
+
+
+class ClusterRuntime:
+    """A generator of Progress, like every runtime."""
+
+    exact = False  # episodes under way are lost with the players: a resumed run starts new ones
+
+    def __init__(self, experiment: Experiment) -> None:
+        assert isinstance(experiment.runtime, Ray)
+        self.experiment, self.cfg = experiment, experiment.runtime
+        self.spec = look(experiment)
+        self.device = torch.device("cpu")  # of evaluations here
+        self.threads = 1
+        if self.cfg.device != "auto" and self.cfg.address is None:
+            choose_device(self.cfg.device)
+        agent = experiment.algo.agent(self.spec, experiment.net, experiment.core)
+        self.flat = Flat(agent.state_dict())
+        self.apart = not self.cfg.lockstep
+        self.frames = self.steps = self.updates = self.resumes = 0
+        self.experience = 0
+        self.notes: list[str] = []
+        self.tasks: dict[Any, Task] = {}
+        self.closed = False
+        self.gone = ""  # why nothing can go on
+        self.explored: Snapshot = {}
+        self.lost = 0  # players, ever
+        self.order = Order(experiment.to_json(), tuple(used()))
+        unroll = experiment.algo.unroll
+        config = experiment.algo.replay(self.cfg.streams).share(self.cfg.parts)
+        row = row_bytes(self.spec) + 4 * self.spec.num_actions
+        needs = Needs(row * (unroll + 1) * self.cfg.envs, self.flat.bytes, config.room(self.spec, unroll))
+        store = (3 * self.cfg.actors + 4) * needs.trajectory + 4 * needs.weights
+        try:
+            found = connect(self.cfg.address, 2 * store)
+            check_nodes(found)
+            self.plan = plan(found, self.cfg, needs)
+            self._build()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def introduction(self) -> tuple[str, ...]:
+        """What a person should know before it starts."""
+        return self.plan.lines
+
+    # -- processes -------------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        """All but the players, who need to know how often the run was resumed."""
+        where = on(self.plan.learners[0])
+        teacher = process(Teacher, self.cfg.learner_cpus, self.plan.gpus, scheduling_strategy=where)
+        self.teacher = teacher.remote(self.order, self.spec)
+        self.shards = [self._new_shard(number) for number in range(self.cfg.shards)]
+        self.judge: Any = None
+        self.chooser: Any = None
+        if self.cfg.inference == "shared":
+            self._new_chooser()
+        self._ask([self.teacher.hello.remote(), *(shard.hello.remote() for shard in self.shards)])
+        self._ask([self.teacher.use.remote(self.shards)])
+        shards = self.cfg.shards
+        self.places = [Place(n, n % shards, n // shards) for n in range(self.cfg.actors)]
+        self.full = [False] * shards
+        self.held: dict[int, Held] = {}  # what the shards last said of themselves
+        self.ahead: list[list[int]] = [[] for _ in range(shards)]
+        self.learning = self.due = False
+
+    def _new_shard(self, number: int) -> Any:
+        return process(Shard, scheduling_strategy=on(self.plan.shards[number])).remote(self.order, self.spec, number)
+
+    def _new_chooser(self) -> None:
+        from bestiary.cluster.inference import Chooser
+
+        assert self.plan.chooser is not None
+        where, many = on(self.plan.chooser), 2 * self.cfg.actors + 4
+        chooser = process(Chooser, self.cfg.actor_cpus, scheduling_strategy=where, max_concurrency=many)
+        self.chooser = chooser.remote(self.order, self.spec)
+
+    def _new_judge(self) -> Any:
+        if self.judge is None:
+            self.judge = process(Judge, scheduling_strategy=on(self.plan.judge)).remote(self.order, self.spec)
+        return self.judge
+
+    def _start(self, place: Place) -> None:
+        """A new player for a place; it says hello when it is ready, which may be once there is a node for it."""
+        place.life += 1
+        planned = self.plan.actors[place.number]
+        where = on(planned) if planned is not None and place.life == 0 else "SPREAD"
+        player = process(Player, self.cfg.actor_cpus, scheduling_strategy=where)
+        place.player = player.remote(self.order, place.number, place.life, self.resumes, self.explored, self.chooser)
+        place.idle, place.again, place.adding = False, 0.0, 0
+        self._note_task(place.player.hello.remote(), "hello", place)
+
+    def _note_task(self, ref: Any, what: str, place: Place, brings: Any = None) -> None:
+        self.tasks[ref] = Task(what, place.number, time.monotonic(), place.life, brings)
+
+    def _ask(self, refs: list[Any]) -> list[Any]:
+        """Answers of processes without which nothing goes on."""
+        if self.gone:
+            raise Lost(self.gone)
+        try:
+            return ray.get(refs, timeout=self.cfg.patience)
+        except RayTaskError as e:
+            raise fault(e) from None
+        except GetTimeoutError:
+            self.gone = f"the learner or the replay did not answer within {self.cfg.patience:g} seconds"
+        except RayError as e:
+            self.gone = f"the learner or the replay was lost ({short(e)})"
+        raise Lost(self.gone)
+
+    # -- the loop --------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Progress]:
+        self.version, self.weights_ref = self.updates, self.teacher.weights.remote()
+        self._tell_chooser()
+        return self._in_step() if self.cfg.lockstep else self._at_once()
+
+    def _publish(self, taught: Taught, weights: Any) -> None:
+        """A new version: each node fetches it once, when the first of its players asks for it."""
+        if taught.changed:
+            self.updates = taught.updates
+            self.version, self.weights_ref = self.updates, weights
+            self._tell_chooser()
+
+    def _tell_chooser(self) -> None:
+        if self.chooser is not None:
+            self.chooser.load.remote(self.version, self.weights_ref)
+
+    def _in_step(self) -> Iterator[Progress]:
+        """As the local runtime does it, with the players in order."""
+        for place in self.places:
+            self._start(place)
+            self._ask([place.player.hello.remote(), self.shards[place.shard].join.remote(place.lane)])
+        self.tasks.clear()
+        while self.frames < self.experiment.frames:
+            sent = [
+                place.player.play.options(num_returns=2).remote(self.version, self.weights_ref) for place in self.places
+            ]
+            played = self._ask([told for told, _ in sent])
+            for place, (_, trajectory) in zip(self.places, sent, strict=True):
+                self._ask([self.shards[place.shard].add.remote(place.lane, trajectory)])
+            told, weights = self.teacher.learn.options(num_returns=2).remote(float("inf"))
+            taught: Taught = self._ask([told])[0]
+            self._publish(taught, weights)
+            self._count(sum(p.moves for p in played))
+            episodes = [e for n, p in enumerate(played) for e in self._moved(n, p.episodes)]
+            yield Progress(self.frames, self.steps, self.updates, episodes, self._told([taught], played))
+
+    def _at_once(self) -> Iterator[Progress]:
+        """Everybody at their own pace."""
+        for place in self.places:
+            self._start(place)
+        began = time.monotonic()
+        while self.frames < self.experiment.frames:
+            news = self._hear()
+            self._give_up_on_the_silent()
+            self._begin_anew()
+            self._keep_busy()
+            nobody = not any(place.idle or self._busy(place) for place in self.places)
+            if self.steps == 0 and nobody and time.monotonic() - began > self.cfg.patience:
+                raise Lost(f"no actor was ready within {self.cfg.patience:g} seconds")
+            if news.played or news.taught or self.notes:
+                notes, self.notes = tuple(self.notes), []
+                told = self._told(news.taught, news.played)
+                yield Progress(self.frames, self.steps, self.updates, news.episodes, told, notes)
+
+    def _busy(self, place: Place) -> bool:
+        return any(task.who == place.number and task.what == "play" for task in self.tasks.values())
+
+    def _hear(self) -> "News":
+        """Wait for what was asked, a little, and deal with all that is there."""
+        news = News([], [], [])
+        waiting = list(self.tasks)
+        if not waiting:
+            time.sleep(LOOK)
+            return news
+        ready, _ = ray.wait(waiting, num_returns=1, timeout=LOOK, fetch_local=False)
+        if ready:
+            ready, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0, fetch_local=False)
+        for ref in ready:
+            task = self.tasks.pop(ref)
+            if task.what == "learn":
+                self._heard_teacher(self._ask([ref])[0], task.brings, news)
+            elif self._still_there(task):
+                self._heard_place(ref, task, news)
+        return news
+
+    def _still_there(self, task: Task) -> bool:
+        """Whether the player that was asked still plays."""
+        place = self.places[task.who]
+        return place.player is not None and place.life == task.life
+
+    def _heard_teacher(self, taught: Taught, weights: Any, news: "News") -> None:
+        self.learning = False
+        self._publish(taught, weights)
+        for shard, held in taught.held.items():
+            self.full[shard] = held.full
+        for shard in taught.lost:
+            self._lose_shard(shard)
+        # as long as something was learnt, there may be more to learn from
+        self.due = self.due or taught.changed or bool(taught.lost)
+        news.taught.append(taught)
+
+    def _heard_place(self, ref: Any, task: Task, news: "News") -> None:
+        place = self.places[task.who]
+        try:
+            answer: Any = ray.get(ref)
+        except RayTaskError as e:
+            if task.what == "add":
+                raise fault(e) from None
+            if isinstance(e.cause, RayActorError):
+                self._lose_chooser()
+                return
+            self._lose(place, f"failed: {short(fault(e))}", fault(e))
+            return
+        except RayError as e:
+            if task.what == "add":
+                self._lose_shard(place.shard)
+            else:
+                self._lose(place, f"was lost ({short(e)})")
+            return
+        if task.what == "hello":
+            self.shards[place.shard].join.remote(place.lane)
+            place.idle = True
+            if place.life > 0:
+                self.notes.append(f"actor {place.number} is back, with new episodes")
+        elif task.what == "play":
+            self._heard_play(place, answer, task.brings, news)
+        elif task.what == "add":
+            place.adding -= 1
+            added: Added = answer
+            self.full[place.shard], self.ahead[place.shard] = added.full, added.ahead
+            self.due = True
+
+    def _heard_play(self, place: Place, played: Played, trajectory: Any, news: "News") -> None:
+        place.failures, place.idle = 0, True
+        place.adding += 1
+        self._note_task(self.shards[place.shard].add.remote(place.lane, trajectory), "add", place)
+        self._count(played.moves)
+        news.played.append(played)
+        news.episodes.extend(self._moved(place.number, played.episodes))
+
+    def _keep_busy(self) -> None:
+        """Ask everybody who is ready for more, unless others must catch up first."""
+        for place in self.places:
+            behind = self.full[place.shard] or place.lane in self.ahead[place.shard] or place.adding > 1
+            if place.idle and not behind:
+                told, trajectory = place.player.play.options(num_returns=2).remote(self.version, self.weights_ref)
+                place.idle = False
+                self._note_task(told, "play", place, trajectory)
+        if self.due and not self.learning:
+            self.learning, self.due = True, False
+            told, weights = self.teacher.learn.options(num_returns=2).remote(LESSON)
+            self.tasks[told] = Task("learn", 0, time.monotonic(), brings=weights)
+
+    # -- faults ----------------------------------------------------------------------------------------
+
+    def _lose(self, place: Place, why: str, error: BaseException | None = None) -> None:
+        """A player is gone: nobody waits for it, and another takes its place."""
+        if isinstance(error, UserError):
+            raise error
+        place.failures += 1
+        if error is not None and all(p.failures >= TRIES for p in self.places):
+            raise error
+        ray.kill(place.player)
+        self.shards[place.shard].leave.remote(place.lane)
+        self.lost += 1
+        place.idle, place.player = False, None
+        pause = min(PAUSE, 2.0 ** (place.failures - 2)) if place.failures > 1 else 0.0
+        place.again = time.monotonic() + pause
+        self.notes.append(f"actor {place.number} {why}; another takes its place, with new episodes")
+
+    def _lose_chooser(self) -> None:
+        """All memory was with it: everybody begins anew."""
+        self.notes.append("the process that chooses actions was lost with all memory; another takes its place")
+        ray.kill(self.chooser)
+        self._new_chooser()
+        self._tell_chooser()
+        for place in self.places:
+            if place.player is not None:
+                self._lose(place, "lost its memory")
+
+    def _begin_anew(self) -> None:
+        for place in self.places:
+            if place.player is None and time.monotonic() >= place.again:
+                self._start(place)
+
+    def _lose_shard(self, number: int) -> None:
+        ray.kill(self.shards[number])
+        self.notes.append(f"replay shard {number} was lost with what was played into it; it fills anew")
+        self.shards[number] = self._new_shard(number)
+        self._ask([self.shards[number].hello.remote()])
+        self._ask([self.teacher.use.remote(self.shards)])
+        self.full[number], self.ahead[number] = False, []
+        for place in self.places:
+            if place.shard == number and place.player is not None:
+                place.adding = 0
+                self.shards[number].join.remote(place.lane)
+        gone = [r for r, t in self.tasks.items() if t.what == "add" and self.places[t.who].shard == number]
+        for ref in gone:
+            del self.tasks[ref]
+
+    def _give_up_on_the_silent(self) -> None:
+        now = time.monotonic()
+        for ref, task in list(self.tasks.items()):
+            silent = now - task.since > self.cfg.patience
+            if not silent or task.what == "hello":  # who has not begun may be waiting for a node
+                continue
+            if task.what == "learn":
+                self.gone = f"the learner did not answer within {self.cfg.patience:g} seconds"
+                raise Lost(self.gone)
+            self.tasks.pop(ref, None)
+            if self._still_there(task):
+                place = self.places[task.who]
+                if task.what == "add":
+                    self._lose_shard(place.shard)
+                else:
+                    self._lose(place, f"did not answer within {self.cfg.patience:g} seconds")
+
+    # -- books -----------------------------------------------------------------------------------------
+
+    def _count(self, moves: int) -> None:
+        self.steps += moves
+        self.frames = self.steps * self.spec.frames_per_step
+
+    def _moved(self, number: int, episodes: list[Episode]) -> list[Episode]:
+        """Slots counted over all players."""
+        return [e._replace(slot=number * self.cfg.envs + e.slot) for e in episodes]
+
+    def _told(self, taught: list[Taught], played: list[Played]) -> dict[str, float]:
+        learnt = mean([t.metrics for t in taught if t.metrics])
+        if not learnt:
+            return {}
+        for t in taught:
+            self.held |= t.held
+        self.experience = sum(held.bytes for held in self.held.values())
+        here = {
+            "actors": float(sum(place.player is not None for place in self.places)),
+            "actors_lost": float(self.lost),
+            "learner_idle": sum(t.idle for t in taught) / len(taught),
+            "unroll_seconds": sum(p.seconds for p in played) / max(1, len(played)),
+        }
+        kept = mean([held.metrics for held in self.held.values()])
+        return learnt | kept | mean([p.tally for p in played]) | here
+
+    # -- what whoever trains asks for ------------------------------------------------------------------
+
+    def begin_with(self, weights: dict[str, Tensor], learnt: Snapshot) -> None:
+        self._ask([self.teacher.begin_with.remote(pack(weights), learnt)])
+
+    def weights(self) -> dict[str, Tensor]:
+        return self.flat.unpack(self._ask([self.teacher.weights.remote()])[0])
+
+    def evaluate(self, weights: dict[str, Tensor], stop: Callable[[], bool]) -> list[Episode]:
+        beside = self.evaluate_beside(weights)
+        while beside.playing and not stop():
+            time.sleep(0.05)
+        beside.end(stop)
+        return beside.games()
+
+    def evaluate_beside(self, weights: dict[str, Tensor]) -> "BesideThere":
+        return BesideThere(self, weights)
+
+    def state_dict(self, at_rest: bool = True, with_replay: bool = True) -> Snapshot:
+        try:
+            learner, _ = self._ask([self.teacher.state.remote()])[0]
+            state: Snapshot = {
+                "steps": self.steps,
+                "resumes": self.resumes,
+                "rng": torch.get_rng_state(),
+                "learner": learner,
+                "actor": {"explorer": self._explorer()},
+            }
+            if at_rest and with_replay and len(self.shards) == 1:  # parts of several could not be put together again
+                state["replay"] = self._ask([self.shards[0].state.remote()])[0]
+            return state
+        except Lost as e:
+            raise NotSaved(f"{e}: nothing newer than the last checkpoint can be saved") from None
+
+    def _explorer(self) -> Snapshot:
+        """What has been seen counts in new episodes too; one of the players speaks for all."""
+        known = [place.player for place in self.places if place.player is not None and place.idle]
+        try:
+            return ray.get(known[0].explored.remote(), timeout=10) if known else self.explored
+        except RayError:
+            return self.explored
+
+    def load_state_dict(self, weights: dict[str, Tensor], state: Snapshot) -> None:
+        self._ask([self.teacher.load.remote(self.flat.pack(weights), state["learner"])])
+        self.updates = state["learner"]["updates"]
+        self.steps = state["steps"]
+        self.frames = self.steps * self.spec.frames_per_step
+        self.resumes = state["resumes"] + 1
+        if "replay" in state and len(self.shards) == 1:
+            self._ask([self.shards[0].load.remote(state["replay"])])
+        self.explored = state.get("actor", {}).get("explorer", {})
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            disconnect()  # what belongs to this run ends with its driver
+
+
+class News(NamedTuple):
+    played: list[Played]
+    episodes: list[Episode]
+    taught: list[Taught]
+
+
+class BesideThere:
+    """An evaluation in a process of its own; should it be lost, it is played once more."""
+
+    def __init__(self, runtime: ClusterRuntime, weights: dict[str, Tensor]) -> None:
+        self.runtime = runtime
+        self.frames = runtime.frames
+        self.weights = weights
+        self.flat = runtime.flat.pack(weights)
+        self.tries = 0
+        self.broken_off = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self.tries += 1
+        self.ref = self.runtime._new_judge().play.remote(self.flat)
+
+    @property
+    def playing(self) -> bool:
+        if self.broken_off or not ray.wait([self.ref], timeout=0)[0]:
+            return not self.broken_off
+        try:
+            ray.get(self.ref)
+        except RayTaskError:
+            return False  # told where the games are asked for
+        except RayError as e:
+            self.runtime.judge = None
+            again = self.tries < TRIES
+            what = "it is played again" if again else "it is left out"
+            self.runtime.notes.append(f"the evaluation at {self.frames} frames was lost ({short(e)}); {what}")
+            if again:
+                self._begin()
+                return True
+            self.broken_off = True
+        return False
+
+    def end(self, stop: Callable[[], bool] = lambda: True) -> None:
+        while self.playing:
+            if stop():
+                self.broken_off = True
+                ray.kill(self.runtime.judge)
+                self.runtime.judge = None
+                return
+            time.sleep(0.05)
+
+    def games(self) -> list[Episode]:
+        if self.broken_off:
+            return []
+        try:
+            return ray.get(self.ref)
+        except RayTaskError as e:
+            raise fault(e) from None
+
+
+def look(experiment: Experiment) -> Spec:
+    """What an agent must know of the environment; what is wrong with it is told before any process is started."""
+    world = experiment.env.make(1, experiment.seed, TRAIN, 1)
+    try:
+        return world.spec
+    finally:
+        world.close()
+
+
+def fault(e: Any) -> BaseException:
+    """What really went wrong in another process: a user's mistake as such, all else with the traceback from there."""
+    cause = e.cause if hasattr(e, "cause") else e
+    if isinstance(cause, UserError):
+        return cause
+    return RuntimeError(f"a process of the cluster failed:\n{e}")
+
+
+def short(e: BaseException) -> str:
+    """The gist of an error, for a note."""
+    name = type(e).__name__
+    if name in ("ActorDiedError", "ActorUnavailableError", "RayActorError"):
+        return "its process or node is gone"
+    lines = [line.strip() for line in str(e).splitlines() if line.strip()]
+    return lines[-1][:200] if lines else name
+
+
+def mean(found: list[dict[str, float]]) -> dict[str, float]:
+    """Of every number, over those who told it."""
+    sums: dict[str, float] = {}
+    counts: Counter[str] = Counter()
+    for values in found:
+        counts.update(values.keys())
+        for name, value in values.items():
+            sums[name] = sums.get(name, 0.0) + value
+    return {name: value / counts[name] for name, value in sums.items()}

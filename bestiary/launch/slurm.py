@@ -142,18 +142,20 @@ stop() {
 trap 'warned=yes; stop' USR1        # the time is nearly up
 trap 'cancelled=yes; stop' TERM INT # scancel
 
+# On every node: only a head may be told about the dashboard, which is off.
+node='[ "$SLURM_NODEID" -ne 0 ] || off=--include-dashboard=false; exec ray symmetric-run ${off-} "$@"'
+# On the head, once all nodes have joined.
+driver='(echo $BASHPID >"$0.pid"; exec "$@") & wait $!; status=$?; echo $status >"$0.status"; exit $status'
 srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
     --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 --wait=60 \
-    ray symmetric-run --address "$head:$port" --min-nodes "$SLURM_JOB_NUM_NODES" \
-    --num-cpus="$SLURM_CPUS_PER_TASK" --num-gpus="${SLURM_GPUS_ON_NODE:-0}" \
-    --include-dashboard=false --disable-usage-stats \
-    -- bash -c '"$@" & echo $! >"$0.pid"; wait $!; status=$?; echo $status >"$0.status"; exit $status' \
-    "$state" "${command[@]}" &
+    bash -c "$node" node --address "$head:$port" --min-nodes "$SLURM_JOB_NUM_NODES" \
+    --num-cpus="$SLURM_CPUS_PER_TASK" --num-gpus="${SLURM_GPUS_ON_NODE:-0}" --disable-usage-stats \
+    -- bash -c "$driver" "$state" "${command[@]}" &
 step=$!
 while kill -0 "$step" 2>/dev/null; do
     wait "$step" || true # a signal ends the waiting, not the step
 done
-status=0
+status=1 # the command never began: symmetric-run ends with 0 where Ray does not start
 wait "$step" || status=$?
 if [ -s "$state.status" ]; then
     status=$(<"$state.status")

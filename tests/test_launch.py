@@ -1,5 +1,6 @@
 """What `bestiary launch` writes, read back as its readers would: sbatch and bash, kubectl and KubeRay."""
 
+import dataclasses
 import os
 import re
 import shlex
@@ -34,7 +35,9 @@ def documents(cfg: K8s, words: list[str] = TRAIN) -> tuple[dict, dict]:
 
 def test_a_command_gets_a_run_to_go_on_with_and_the_address_of_its_cluster():
     text = script(Slurm(), TRAIN)
-    assert "command=(bestiary train pong runtime:ray --runtime.actors 16 --run runs/pong --runtime.address auto)" in text
+    assert (
+        "command=(bestiary train pong runtime:ray --runtime.actors 16 --run runs/pong --runtime.address auto)" in text
+    )
     assert re.search(r"^# --run was not given.* runs/pong\.$", text, re.M)
     assert "--run runs/x --runtime.address" in script(Slurm(name="x"), TRAIN)
 
@@ -56,7 +59,9 @@ def test_every_command_that_trains_and_every_way_to_name_the_runtime_will_do(ver
 
 
 def test_what_slurm_is_asked_for_is_what_was_said():
-    cfg = Slurm(nodes=4, cpus=16, gpus=2, memory="64G", time="2-12:00:00", partition="long", account="lab", output="o-%j")
+    cfg = Slurm(
+        nodes=4, cpus=16, gpus=2, memory="64G", time="2-12:00:00", partition="long", account="lab", output="o-%j"
+    )
     said = directives(script(cfg, TRAIN))
     assert said == {
         "job-name": "pong",
@@ -88,7 +93,7 @@ def test_slurm_reads_its_lines_before_the_first_command():
 
 HOSTILE = ["$(touch bad)", "`touch bad`", "a'b", 'c"d', "; touch bad", "@PORT@ @NAME@", "two\nlines", "~", "*", "é", ""]
 
-# Stand-ins write down how they were called. srun's plays two nodes, one after the other; ray's runs what follows the two
+# Stand-ins write down how they were called. srun's plays two nodes, one after the other; ray's runs what follows two
 # dashes if it is the head, and dies of SIGTERM as the real one; bestiary's saves when it is told to stop.
 STANDINS = {
     "scontrol": """
@@ -225,7 +230,9 @@ def test_the_token_is_new_for_every_start_and_nobody_elses_to_read(cluster):
 
 
 @pytest.mark.parametrize(("number", "again"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
-def test_a_warning_reaches_the_program_which_saves_and_only_a_cancelled_job_does_not_queue_again(cluster, number, again):
+def test_a_warning_reaches_the_program_which_saves_and_only_a_cancelled_job_does_not_queue_again(
+    cluster, number, again
+):
     process = cluster.start(script(Slurm(), TRAIN))
     cluster.wait_for("ready")
     start = time.monotonic()
@@ -279,11 +286,15 @@ def test_a_manifest_is_a_ray_job_with_the_command_in_a_file():
         assert mounts["runs"] == "/runs" and claims["runs"] == {"claimName": "runs"}
         assert pod["containers"][0]["image"] == "bestiary:1"
     assert {"name": "command", "configMap": {"name": "pong"}} in head["template"]["spec"]["volumes"]
-    assert {"name": "command", "mountPath": "/etc/bestiary"} in head["template"]["spec"]["containers"][0]["volumeMounts"]
+    assert {"name": "command", "mountPath": "/etc/bestiary"} in head["template"]["spec"]["containers"][0][
+        "volumeMounts"
+    ]
 
 
 def test_pods_get_what_was_said():
-    cfg = K8s("a:1", "c", 3, 2, 6, 8, "20Gi", 1, head_cpus=12, head_memory="40Gi", head_gpus=2, namespace="lab", retries=0)
+    cfg = K8s(
+        "a:1", "c", 3, 2, 6, 8, "20Gi", 1, head_cpus=12, head_memory="40Gi", head_gpus=2, namespace="lab", retries=0
+    )
     config, job = documents(cfg)
     assert config["metadata"]["namespace"] == job["metadata"]["namespace"] == "lab"
     assert job["spec"]["backoffLimit"] == 0
@@ -371,7 +382,10 @@ IMAGE = ["--image", "a:1", "--claim", "c"]
         (["k8s", "--image", "a:1", "--", *TRAIN], "--claim is missing"),
         (["k8s", *IMAGE, "--workers", "0", "--", *TRAIN], "workers=0 must be at least 1"),
         (["k8s", *IMAGE, "--min-workers", "3", "--", *TRAIN], "min-workers=3 must be at most workers=1"),
-        (["k8s", *IMAGE, "--workers", "3", "--max-workers", "2", "--", *TRAIN], "max-workers=2 must be at least workers=3"),
+        (
+            ["k8s", *IMAGE, "--workers", "3", "--max-workers", "2", "--", *TRAIN],
+            "max-workers=2 must be at least workers=3",
+        ),
         (["k8s", *IMAGE, "--name", "My_Job", "--", *TRAIN], "name='My_Job' cannot be used"),
         (["k8s", *IMAGE, "--name", "a" * 48, "--", *TRAIN], "at most 47"),
         (["k8s", *IMAGE, "--memory", "8 GB", "--", *TRAIN], "write it like 16Gi"),
@@ -425,3 +439,21 @@ def test_nothing_heavy_is_imported_to_write_a_file():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_every_launch_in_the_documentation_writes_a_file(capsys, tmp_path, monkeypatch):
+    page = (Path(__file__).parent.parent / "docs" / "cluster" / "launch.md").read_text()
+    lines = re.findall(r"^bestiary (launch .*)$", page, re.M)
+    monkeypatch.chdir(tmp_path)
+    for line in lines:
+        assert main(shlex.split(line.replace("IMAGE", "image:1").replace("CLAIM", "claim"))) == 0, (
+            capsys.readouterr().err
+        )
+    assert {path.name for path in tmp_path.iterdir()} == {"job.sh", "job.yaml"}
+
+
+@pytest.mark.parametrize("cls", [Slurm, K8s])
+def test_every_flag_is_in_the_documentation(cls):
+    page = (Path(__file__).parent.parent / "docs" / "cluster" / "launch.md").read_text()
+    names = {f.name.replace("_", "-") for f in dataclasses.fields(cls)} - {"exclusive"} | {"no-exclusive"}
+    assert not [name for name in names if f"--{name}" not in page]

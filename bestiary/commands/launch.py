@@ -18,7 +18,7 @@ Writes what a cluster needs to run the command behind the two dashes (train, swe
   bestiary launch slurm --nodes 4 --cpus 16 --out job.sh -- train pong runtime:ray --runtime.actors 60
   sbatch job.sh                              a Ray cluster on four nodes; saves, queues again and goes on
 
-  bestiary launch k8s --image IMAGE --claim CLAIM --workers 4 --out job.yaml -- train pong runtime:ray --runtime.actors 16
+  bestiary launch k8s --image IMAGE --claim CLAIM --workers 4 --out job.yaml -- train pong runtime:ray
   kubectl apply -f job.yaml                  a RayJob; needs KubeRay
 
 `bestiary launch slurm --help` and `bestiary launch k8s --help` list the flags."""
@@ -57,5 +57,7 @@ def read(cls: type, args: list[str], prog: str) -> Any:
         hint = did_you_mean(unknown[0].split("=")[0], flags, f"see `{prog} --help`")
         if unknown[0].startswith("-"):
             raise UserError(f"there is no flag {unknown[0]}: {hint}")
-        raise UserError(f"what is {unknown[0]!r}? the command to run comes behind two dashes: -- train PRESET runtime:ray")
+        raise UserError(
+            f"what is {unknown[0]!r}? the command to run comes behind two dashes: -- train PRESET runtime:ray"
+        )
     return cfg

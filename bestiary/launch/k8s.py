@@ -1,4 +1,4 @@
-"""A RayJob manifest for KubeRay: a head that learns, workers that come and go, and the command started again on failure."""
+"""A RayJob manifest for KubeRay: a head that learns, workers that come and go, and restarts that go on."""
 
 import json
 import shlex
@@ -116,7 +116,11 @@ def resources(cpus: int, memory: str, gpus: int) -> str:
 # The command is a file, because an entrypoint passes two shells on its way, each of which takes quotes off. It leaves
 # its number behind: a head that is told to go tells its first process only, which knows nothing of what Ray runs.
 TRAIN = "echo $$ >/tmp/bestiary.pid\nexec {command}\n"
-STOP = 'pid=$(cat /tmp/bestiary.pid 2>/dev/null) || exit 0\nkill -TERM "$pid"\nwhile kill -0 "$pid" 2>/dev/null; do sleep 1; done\n'
+STOP = """\
+pid=$(cat /tmp/bestiary.pid 2>/dev/null) || exit 0
+kill -TERM "$pid"
+while kill -0 "$pid" 2>/dev/null; do sleep 1; done
+"""
 
 TEMPLATE = """\
 # Hand it in with kubectl apply; handed in again after `kubectl delete`, it goes on where the run stood.

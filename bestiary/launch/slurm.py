@@ -1,4 +1,4 @@
-"""A Slurm batch script: Ray on every node of the job, the command once all have joined, and once more after a requeue."""
+"""A Slurm batch script: Ray on every node, the command once all have joined, and all of it again after a requeue."""
 
 import re
 import shlex

@@ -99,13 +99,13 @@ STANDINS = {
     "scontrol": """
         echo "$*" >>scontrol.log
         case "$1 $2" in
-            "show hostnames") printf 'node7\\nnode8\\n' ;;
+            "show hostnames") [ -e nameless ] || printf 'node7\\nnode8\\n' ;;
             "show job") echo "JobId=$3 PreemptTime=$(cat preempted 2>/dev/null || echo None)" ;;
         esac""",
     "srun": """
         printf '%s\\n' "$@" >srun.log
         while [ "$1" != bash ]; do shift; done
-        [ -e slow ] && { touch waiting; exec sleep 60; }
+        [ -e slow ] && { trap 'kill %1; exit 137' TERM; sleep 60 & touch waiting; wait; }
         SLURM_NODEID=1 RECORD=worker "$@"
         SLURM_NODEID=0 RECORD=head exec "$@" """,
     "ray": """
@@ -251,8 +251,15 @@ def test_a_job_that_is_warned_before_the_nodes_have_joined_ends_at_once_and_queu
     cluster.wait_for("waiting")
     process.send_signal(signal.SIGUSR1)
     process.communicate(timeout=20)
-    assert process.returncode == 143
+    assert process.returncode == 137  # srun kills what it runs
     assert cluster.requeued()
+
+
+def test_a_job_that_fails_early_leaves_no_token_behind(cluster):
+    cluster.say("nameless")
+    assert cluster.run(script(Slurm(), TRAIN)) == 1
+    assert not (cluster.path / "srun.log").exists()
+    assert cluster.left() == []
 
 
 @pytest.mark.parametrize(

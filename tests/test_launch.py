@@ -121,7 +121,7 @@ STANDINS = {
     "bestiary": """
         printf '%s\\0' "$@" >bestiary.log
         [ -e code ] && exit "$(cat code)"
-        trap 'echo saved >saved; exit 143' TERM
+        trap 'trap "" TERM; touch saving; [ -e slowly ] && sleep 1; echo saved >saved; exit 143' TERM
         touch ready
         for _ in $(seq 600); do sleep 0.05; done""",
 }
@@ -243,6 +243,17 @@ def test_a_warning_reaches_the_program_which_saves_and_only_a_cancelled_job_does
     assert process.returncode == 143  # what the program says, not what srun does
     assert cluster.requeued() == again
     assert cluster.left() == []
+
+
+def test_a_signal_said_twice_does_not_cut_the_saving_short(cluster):
+    cluster.say("slowly")
+    process = cluster.start(script(Slurm(), TRAIN))
+    cluster.wait_for("ready")
+    process.send_signal(signal.SIGUSR1)
+    cluster.wait_for("saving")
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=20)
+    assert process.returncode == 143 and cluster.read("saved") == "saved\n"
 
 
 def test_a_job_that_is_warned_before_the_nodes_have_joined_ends_at_once_and_queues_again(cluster):

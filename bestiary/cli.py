@@ -22,6 +22,7 @@ usage: bestiary COMMAND ...
   inspect RUN                                play an episode and draw what memory holds over time
   study riverraid --proxy P,P --width N,N    reward hacking: sizes x rewards x seeds, judged under all, one page
   detect --trusted RUN RUN ...               which runs stray from a trusted one, and how well that finds reward hacking
+  launch slurm|k8s -- train ...              a Slurm script or a Kubernetes manifest that runs a command on a cluster
   plot RUN ...                               learning curves of one or many runs, as PNG, SVG and CSV
   list [WHAT]                                presets, algos, cores, envs, runtimes, games
   bench NAME                                 measure speed on this machine
@@ -53,10 +54,11 @@ def main(argv: list[str] | None = None) -> int:
         return fail(f"there is no command {args[0]!r}: {did_you_mean(args[0], COMMANDS)}")
     try:
         rest = args[1:]
-        if any(word.split("=")[0] == "--plugin" for word in rest):
+        ours = rest[: rest.index("--")] if "--" in rest else rest  # what follows is for a command run elsewhere
+        if any(word.split("=")[0] == "--plugin" for word in ours):
             from bestiary.plugins import use_plugins
 
-            rest = use_plugins(rest)
+            rest = use_plugins(ours) + rest[len(ours) :]
         return command(rest)
     except UserError as e:  # what a user can mend, in one sentence; anything else keeps its traceback
         return fail(str(e))
@@ -100,6 +102,7 @@ COMMANDS = {
         "inspect",
         "study",
         "detect",
+        "launch",
         "plot",
         "list",
         "bench",

@@ -89,7 +89,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class SharedInference:
-    """One process chooses the moves of all actors: as many at once as it finds, at least `minimum` unless that takes long."""
+    """One process chooses the moves of all actors: whatever waits, once that is enough or has waited long enough."""
 
     minimum: int = 1
     """requests"""
@@ -238,7 +238,5 @@ def measured(data: dict[str, Any], where: str = "measured") -> Measured:
 
 
 def is_point(point: Any) -> bool:
-    if not isinstance(point, dict):
-        return False
-    actors, rate = point.get("actors"), point.get("frames_per_second")
-    return fits(int, actors) and actors > 0 and fits(float, rate) and 0 < rate < math.inf
+    numbers = [point.get(name, 0) for name in Point._fields] if isinstance(point, dict) else []
+    return [fits(kind, x) and 0 < x < math.inf for kind, x in zip((int, float), numbers, strict=False)] == [True, True]

@@ -203,9 +203,7 @@ class Simulation:
         places = [self.home if together else Node(self.clock, c) for _ in range(c.nodes)]
         self.actors = [Actor(self, places[i // c.actors_per_node], self.shards[i % c.shards]) for i in range(c.actors)]
         self.nodes = list({id(node): node for node in (self.home, *(s.node for s in self.shards), *places)}.values())
-        self.full = max(
-            c.queue * m.moves, m.moves_per_update
-        )  # moves due; a batch must always be able to come together
+        self.full = max(c.queue * m.moves, m.moves_per_update)  # moves due; always enough for a batch
         self.version = self.under_way = self.turn = 0
         self.produced = self.learnt = 0.0
         self.updates: list[tuple[float, list[tuple[int, float]]]] = []  # when, and [(lag, moves)]

@@ -69,7 +69,7 @@ def draw(
     found: Mapping[str, Sequence[Row]] | None = None,
     checked: Sequence[Row] | None = None,
 ) -> None:
-    """Lines are simulated (`found`, and `checked` for the machine of the points), dashes are the bound, dots measured."""
+    """Lines are simulated (`found`, and `checked` where the points were measured), dashes the bound, dots measured."""
     require("matplotlib", "plot")
     from matplotlib.figure import Figure
     from matplotlib.style import context
@@ -84,10 +84,11 @@ def draw(
     with context(["default", {"svg.hashsalt": "bestiary"}]):
         figure = Figure(figsize=(8.4, 4.8), layout="constrained")
         axes = figure.subplots()
+        named: list[float] = []
         for name, (figures, cluster) in clusters.items():
             line(axes, found[name], looks[name], name)
-            mark(axes, figures, cluster, looks[name]["color"])
-        if checked := checked or [row for row in predict(*one_machine(m, base), [p.actors for p in points])]:
+            mark(axes, figures, cluster, looks[name]["color"], named)
+        if checked := checked or predict(*one_machine(m, base), [p.actors for p in points]):
             line(axes, checked, {"color": "black", "linewidth": 1.6}, f"one machine, {m.cores} cores")
         if points:
             x, y = [p.actors for p in points], [p.frames_per_second for p in points]
@@ -123,12 +124,15 @@ def line(axes: Any, rows: Sequence[Row], look: Mapping[str, Any], label: str) ->
     axes.plot(x, [row.bound for row in rows], color=look["color"], linestyle="--", linewidth=1, alpha=0.7)
 
 
-def mark(axes: Any, m: Measured, c: Cluster, colour: str) -> None:
-    """A diamond where the actors' straight line meets what stops it, with its name."""
+def mark(axes: Any, m: Measured, c: Cluster, colour: str, beside: list[float]) -> None:
+    """A diamond where the actors' straight line meets what stops it, and the name of that at the line's end."""
     if (met := saturation(m, c)) is None:
         return
     actors, limit = met
     rate = bound(m, replace(c, actors=actors)).frames_per_second
     axes.plot([actors], [rate], marker="D", color=colour, markersize=6, zorder=5)
-    text = f"{limit}, from {actors} actors"
-    axes.annotate(text, (actors, rate), (-8, 6), textcoords="offset points", ha="right", color=colour, fontsize=9)
+    rate = bound(m, replace(c, actors=ACTORS[-1])).frames_per_second
+    close = sum(abs(rate / other - 1) < 0.2 for other in beside)  # lines that end alike: their names go side by side
+    beside.append(rate)
+    where = {"xytext": (-130 * close, 4), "textcoords": "offset points", "ha": "right"}
+    axes.annotate(f"{limit}, from {actors} actors", (ACTORS[-1], rate), color=colour, fontsize=9, **where)

@@ -6,6 +6,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from statistics import linear_regression
 from typing import NamedTuple
 
 from bestiary.errors import UserError
@@ -382,8 +383,9 @@ def simulate(m: Measured, c: Cluster, seconds: float | None = None, seed: int = 
         name: min(1.0, max((b - a) / half for a, b in zip(before[name], after[name], strict=True))) for name in after
     }
     bottleneck = max(utilisation, key=lambda name: utilisation[name])
-    # from one update to another, lest the half-made ones at both ends count
-    rate = (len(made) - 1) / (made[-1][0] - made[0][0]) if len(made) > 1 else len(made) / half
+    # a straight line through all updates: they come in bursts, and counting would depend on where the half begins
+    times = [when for when, _ in made]
+    rate = linear_regression(times, range(len(times))).slope if len(times) > 1 else len(times) / half
     lags = [(lag, moves) for _, batch in made for lag, moves in batch]
     return Prediction(
         frames_per_second=rate * m.moves_per_update * m.frames_per_move,

@@ -169,18 +169,12 @@ def bound(m: Measured, c: Cluster) -> Bound:
 
     # bytes per move through the busiest links, and core-seconds per move of the learner's machine
     trajectories, batches = m.trajectory_bytes / m.moves, m.batch_bytes * updates
-    requests = m.unroll * m.request_bytes / m.moves if shared else 0.0
-    weights = fetches * m.weights_bytes / m.moves
+    requests = trajectories if shared else 0.0  # every row goes there once
+    ends = (fetches * m.weights_bytes / m.moves, (trajectories + requests) / c.nodes)  # from the learner, from actors
     links = {
-        "beside": (weights, trajectories + requests, (trajectories + requests) / c.nodes),
-        "apart": (
-            weights,
-            batches + requests,
-            trajectories / shards,
-            batches / shards,
-            (trajectories + requests) / c.nodes,
-        ),
         "together": (0.0,),
+        "beside": (*ends, trajectories + requests),
+        "apart": (*ends, batches + requests, max(trajectories, batches) / shards),
     }[c.placement]
     replaying = m.add_seconds / m.moves + m.sample_seconds * updates
     learner_node = m.update_seconds * m.learner_cores * updates + batched / m.envs

@@ -395,5 +395,5 @@ def simulate(m: Measured, c: Cluster, seconds: float | None = None, seed: int = 
         lag_max=max((lag for lag, _ in lags), default=0),
         produced=world.produced,
         learnt=world.learnt,
-        waiting=sum(shard.due for shard in world.shards) + world.under_way * m.moves_per_update,
+        waiting=sum(moves for shard in world.shards for _, moves in shard.held) + world.under_way * m.moves_per_update,
     )

@@ -250,12 +250,22 @@ def test_two_unrolls_in_flight_hide_the_way_to_the_replay():
     assert two.frames_per_second > 1.2 * one.frames_per_second
 
 
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_without_batches_on_their_way_the_learner_waits_for_each(prefetch):
+    m = replace(FAST, update_seconds=0.1, sample_seconds=0.3)
+    cluster = Cluster(16, shards=8, prefetch=prefetch)
+    found, paper = simulate(m, cluster), bound(m, cluster)
+    assert paper.frames_per_second == pytest.approx(UNROLL * (prefetch + 1) / 0.4)
+    assert found.frames_per_second == pytest.approx(paper.frames_per_second, rel=0.02)
+
+
 def test_inference_waits_for_its_minimum_no_longer_than_the_timeout():
     m = replace(FAST, environment_seconds=0.02, inference_seconds=0.001)
-    alone = simulate(m, Cluster(1, inference=SharedInference(2, 16, 0.05)), 50)
+    one, two = (Cluster(n, inference=SharedInference(2, 16, 0.05)) for n in (1, 2))
+    alone, pair = simulate(m, one, 50), simulate(m, two, 50)
     seconds = 0.02 + 20 * (0.05 + 0.001)
-    assert alone.frames_per_second == pytest.approx(UNROLL / seconds, rel=0.03)
-    pair = simulate(m, Cluster(2, inference=SharedInference(2, 16, 0.05)), 50)
+    assert alone.frames_per_second == pytest.approx(UNROLL / seconds, rel=0.01)
+    assert bound(m, one).frames_per_second == pytest.approx(UNROLL / seconds, rel=0.01)
     assert pair.frames_per_second > 4 * alone.frames_per_second
 
 

@@ -10,8 +10,9 @@ import pytest
 from bestiary.bench.scaling import Settings, main
 from bestiary.cli import main as bestiary
 from bestiary.errors import UserError
+from bestiary.events import Clock, Link, Node, Server
 from bestiary.scaling import Cluster, Measured, Point, SharedInference, bound, measured, read
-from bestiary.scaling_events import Clock, Link, Node, Server, long_enough, simulate
+from bestiary.scaling_events import long_enough, simulate
 from bestiary.scaling_plot import draw, predict, saturation, scenarios
 
 ATARI = Measured(  # IMPALA, 32 consoles, 20 moves

@@ -70,13 +70,11 @@ def draw(
     checked: Sequence[Row] | None = None,
 ) -> None:
     """Lines are simulated (`found`, and `checked` where the points were measured), dashes the bound, dots measured."""
-    require("matplotlib", "plot")
+    check_target(path)
     from matplotlib.figure import Figure
     from matplotlib.style import context
     from matplotlib.ticker import EngFormatter
 
-    if path.suffix not in (".png", ".svg"):
-        raise UserError(f"out={path} must end in .png or .svg")
     path.parent.mkdir(parents=True, exist_ok=True)
     clusters = scenarios(m, base)
     found = {name: predict(*clusters[name], ACTORS) for name in clusters} if found is None else found
@@ -112,6 +110,12 @@ def draw(
             fontsize=9,
         )
         figure.savefig(path, dpi=150, metadata={"Software": None} if path.suffix == ".png" else {"Date": None})
+
+
+def check_target(path: Path) -> None:
+    require("matplotlib", "plot")
+    if path.suffix not in (".png", ".svg"):
+        raise UserError(f"out={path} must end in .png or .svg")
 
 
 def last(found: Mapping[str, Sequence[Row]], label: str) -> float:

@@ -13,7 +13,7 @@ from bestiary.errors import UserError
 from bestiary.events import Clock, Link, Node, Server
 from bestiary.scaling import Cluster, Measured, Point, SharedInference, bound, measured, read
 from bestiary.scaling_events import long_enough, simulate
-from bestiary.scaling_plot import draw, predict, saturation, scenarios
+from bestiary.scaling_plot import draw, one_machine, predict, saturation, scenarios
 
 ATARI = Measured(  # IMPALA, 32 consoles, 20 moves
     envs=32,
@@ -146,7 +146,10 @@ def test_whatever_alone_is_slow_is_the_bottleneck(name):
 @pytest.mark.parametrize("link", ["trajectories", "weights", "batches", "requests"])
 def test_each_kind_of_message_can_fill_a_link(link):
     m, c = {
-        "trajectories": (replace(FAST, trajectory_bytes=1e8), Cluster(16, placement="apart", shards=1)),
+        "trajectories": (
+            replace(FAST, trajectory_bytes=1e8, updates_per_move=0.25 / 640),
+            Cluster(16, placement="apart"),
+        ),
         "weights": (replace(FAST, weights_bytes=1e9), Cluster(16)),
         "batches": (replace(FAST, trajectory_bytes=1e7, updates_per_move=8 / 640), Cluster(16, placement="apart")),
         "requests": (replace(FAST, trajectory_bytes=1e8, environment_seconds=0.1), Cluster(16, inference=SHARED)),
@@ -334,6 +337,12 @@ def test_impossible_batching_and_no_time_are_refused():
         main(Settings(rounds=0))
 
 
+def test_measured_points_are_compared_with_a_machine_of_as_many_cores():
+    m, c = one_machine(ATARI, Cluster(1, cores=8, queue=5))
+    assert (c.cores, c.placement, c.queue) == (2, "together", 5)
+    assert bound(m, replace(c, actors=9)).bottleneck == "cores"
+
+
 def test_saturation_is_where_the_paper_stops_naming_actors():
     m, c = scenarios(ATARI, Cluster(1))["10 Gbit/s, learner 10x"]
     actors, limit = saturation(m, c) or (0, "")
@@ -354,10 +363,13 @@ def test_the_command_prints_measured_beside_simulated_and_what_is_used_most(tmp_
     assert f"{machine[0]['simulated'] / 7000:.2f}" in row
 
 
-def test_the_picture_is_drawn_and_only_as_one(tmp_path):
+def test_the_picture_is_drawn_where_it_was_asked_for(tmp_path):
     pytest.importorskip("matplotlib")
     found = {name: predict(*pair, (1, 1000), rounds=1) for name, pair in scenarios(ATARI, Cluster(1)).items()}
     draw(ATARI, [Point(1, 7000.0)], tmp_path / "new" / "scaling.png", found=found)
     assert (tmp_path / "new" / "scaling.png").stat().st_size > 10_000
+
+
+def test_a_picture_that_cannot_be_is_refused_before_any_work(tmp_path):
     with pytest.raises(UserError, match=r"must end in \.png or \.svg"):
-        draw(ATARI, [], tmp_path / "scaling.pdf", found=found)
+        main(Settings(figures=tmp_path / "never read", out=tmp_path / "scaling.pdf"))

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from bestiary.errors import UserError
 from bestiary.scaling import Cluster, Point, read
-from bestiary.scaling_plot import ACTORS, Row, draw, one_machine, predict, scenarios
+from bestiary.scaling_plot import ACTORS, Row, check_target, draw, one_machine, predict, scenarios
 
 SHOWN = (1, 10, 100, 1000)
 
@@ -38,6 +38,8 @@ class Settings:
 def main(cfg: Settings) -> dict[str, Any]:
     if cfg.rounds < 1:
         raise UserError(f"rounds={cfg.rounds} must be at least 1")
+    if cfg.out:
+        check_target(cfg.out)
     base = Cluster(actors=1, in_flight=cfg.in_flight, queue=cfg.queue, wake=cfg.wake)
     measured, points = read(cfg.figures)
     actors = ACTORS if cfg.out else SHOWN

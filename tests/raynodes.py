@@ -1,0 +1,91 @@
+"""Ray nodes as processes of their own, to be joined, killed and stopped; and what runs on them."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PYTHON = Path(sys.executable)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Nodes:
+    """A head and workers, each `ray start --block` in a session of its own: to kill the session is to kill the node."""
+
+    def __init__(self, home: Path, cpus: int) -> None:
+        self.home = home
+        self.env = os.environ | {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(home / "token"),
+            "RAY_health_check_period_ms": "500",
+            "RAY_health_check_timeout_ms": "1000",
+            "RAY_health_check_failure_threshold": "3",
+        }
+        (home / "token").write_text("a" * 64)
+        (home / "token").chmod(0o600)
+        self.port = free_port()
+        self.address = f"127.0.0.1:{self.port}"
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.add(cpus, "--head", f"--port={self.port}", "--include-dashboard=false", f"--temp-dir={home / 'ray'}")
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), 1).close()
+                return
+            except OSError:
+                time.sleep(0.1)
+        raise AssertionError((home / "node0.txt").read_text())
+
+    def add(self, cpus: int, *how: str) -> "subprocess.Popen[bytes]":
+        how = how or (f"--address={self.address}",)
+        words = [str(PYTHON.parent / "ray"), "start", "--block", "--disable-usage-stats", f"--num-cpus={cpus}"]
+        words += ["--object-store-memory=100000000", *how]
+        output = (self.home / f"node{len(self.processes)}.txt").open("wb")
+        self.processes.append(
+            subprocess.Popen(words, env=self.env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        )
+        return self.processes[-1]
+
+    def close(self) -> None:
+        for process in reversed(self.processes):
+            kill_session(process.pid)
+            process.wait()
+
+
+def kill_session(leader: int, number: int = signal.SIGKILL) -> None:
+    """Everything that was started by one process, however far down, and has not left its session."""
+    for pid, session, _ in processes():
+        if session == leader:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+
+
+def processes() -> list[tuple[int, int, str]]:
+    """Process, session and command of everything that runs."""
+    found = []
+    for directory in Path("/proc").iterdir():
+        if directory.name.isdigit():
+            try:
+                stat = (directory / "stat").read_text()
+                command = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            state, _, _, session = stat.rpartition(")")[2].split()[:4]
+            if state != "Z":
+                found.append((int(directory.name), int(session), command.strip()))
+    return found
+
+
+def named(name: str, session: set[int] | None = None) -> list[int]:
+    """Processes that Ray named so, such as ray::Player."""
+    return [pid for pid, s, command in processes() if command.startswith(name) and (session is None or s in session)]

@@ -1,0 +1,453 @@
+"""The same experiment as processes of a cluster, with real processes that are really killed."""
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import bestiary
+from bestiary.algos import Impala
+from bestiary.errors import UserError
+from bestiary.experiment import Experiment
+from bestiary.extras import available
+from bestiary.runtime import Local, Ray
+from bestiary.types import Progress
+from raynodes import Nodes, kill_session, named, processes
+
+pytestmark = [
+    pytest.mark.skipif(not available("ray"), reason="needs the extra ray"),
+    pytest.mark.xdist_group("cluster"),
+    pytest.mark.timeout(180),
+]
+TIMES = {"seconds", "frames_per_second", "updates_per_second"}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    nodes = Nodes(tmp_path_factory.mktemp("nodes"), cpus=4)
+    before = {k: os.environ.get(k) for k in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")}
+    os.environ |= {k: nodes.env[k] for k in before}
+    yield nodes
+    nodes.close()
+    for k, value in before.items():
+        os.environ.pop(k, None) if value is None else os.environ.__setitem__(k, value)
+
+
+def tiny(name: str, frames: int, **runtime: Any) -> Experiment:
+    """A preset made small enough for a test."""
+    e = bestiary.preset(name)
+    small = {"batch_size": 8} if isinstance(e.algo, Impala) else {}
+    return replace(
+        e,
+        frames=frames,
+        algo=replace(e.algo, **small),
+        runtime=Ray(**{"envs": 8, "threads": 1, "patience": 60.0, **runtime}),
+        log=replace(e.log, every=max(1, frames // 10), tensorboard=False),
+        evaluation=replace(e.evaluation, every=None, episodes=2, command=()),
+    )
+
+
+def table(run: Path, name: str) -> list[dict[str, str]]:
+    with (run / name).open() as file:
+        return list(csv.DictReader(file))
+
+
+def same(a: Path, b: Path, name: str) -> None:
+    """Two tables are equal, clocks and what only one of them knows aside."""
+    mine, theirs = table(a, name), table(b, name)
+    assert len(mine) == len(theirs) > 0
+    for x, y in zip(mine, theirs, strict=True):
+        common = (x.keys() & y.keys()) - TIMES
+        assert {k: x[k] for k in common} == {k: y[k] for k in common}
+
+
+# -- the same as without a cluster -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, frames", [("recall", 3_000), ("tmaze-r2d2", 3_000), ("rcp-a", 6_000)])
+def test_one_actor_in_lockstep_trains_as_the_local_runtime_does(name, frames, cluster, tmp_path):
+    e = tiny(name, frames, lockstep=True, address=cluster.address)
+    if name == "rcp-a":
+        e = replace(e, env=bestiary.preset("cartpole").env, algo=replace(e.algo, warmup=5))
+    if name == "tmaze-r2d2":
+        e = replace(e, algo=replace(e.algo, warmup=1_500))
+    bestiary.train(e, tmp_path / "ray")
+    bestiary.train(replace(e, runtime=Local(envs=8, threads=1)), tmp_path / "local")
+    for file in ("metrics.csv", "episodes.csv", "evaluations.csv"):
+        same(tmp_path / "local", tmp_path / "ray", file)
+    here, there = (bestiary.Run(tmp_path / kind).load().weights for kind in ("local", "ray"))
+    assert all(torch.equal(here[k], there[k]) for k in here)
+
+
+def test_batches_of_two_players_are_those_of_their_games_side_by_side(cluster, tmp_path):
+    """What a shard adds up to is what one replay would hold that was given both players' trajectories at once."""
+    from bestiary.cluster.parts import Order, Player, Shard
+    from bestiary.cluster.wire import Flat, unpack
+    from bestiary.replay.fifo import join
+
+    e = tiny("tmaze", 1_000, actors=2)
+    order = Order(e.to_json(), ())
+    players = [Player(order, number, 0, 0, {}) for number in range(2)]
+    spec = players[0].world.spec
+    flat = Flat(players[0].actor.agent.state_dict())
+    weights = flat.pack(players[0].actor.agent.state_dict())
+    shard = Shard(order, spec, 0)
+    replay = e.algo.replay(16).build(e.seed, spec, ())
+    for lane in range(2):
+        shard.join(lane)
+    drawn = 0
+    for _ in range(60):
+        packed = [player.play(0, weights)[1] for player in players]
+        for lane in (1, 0):  # in any order
+            shard.add(lane, packed[lane])
+        replay.add(join([unpack(t) for t in packed]))
+        while (mine := replay.sample()) is not None:
+            theirs = shard.sample().batch
+            assert theirs is not None
+            for a, b in zip(leaves(mine), leaves(theirs), strict=True):
+                np.testing.assert_array_equal(a.numpy(), b)
+            drawn += 1
+        assert shard.sample().batch is None
+    assert drawn > 0
+
+
+def leaves(tree: Any) -> list[Any]:
+    if isinstance(tree, dict):
+        return [x for k in sorted(tree) for x in leaves(tree[k])]
+    if isinstance(tree, tuple | list):
+        return [x for part in tree for x in leaves(part)]
+    return [] if tree is None else [tree]
+
+
+def test_a_run_goes_on_locally_and_on_another_number_of_actors(cluster, tmp_path):
+    run = tmp_path / "run"
+    bestiary.train(tiny("recall", 2_000, actors=2, address=cluster.address), run)
+    local = replace(tiny("recall", 4_000), runtime=Local(envs=8, threads=1))
+    bestiary.train(local, run)
+    bestiary.train(tiny("recall", 6_000, actors=3, shards=2, address=cluster.address), run)
+    frames = [int(row["frames"]) for row in table(run, "metrics.csv")]
+    assert frames == sorted(frames)
+    assert frames[-1] >= 5_400
+    updates = [int(row["updates"]) for row in table(run, "metrics.csv")]
+    assert updates == sorted(updates)
+
+
+@pytest.mark.parametrize("name", ["recall", "tmaze", "tmaze-r2d2", "rcp-a", "cartpole-sac"])
+def test_every_kind_of_replay_learns_with_several_actors_and_shards(name, cluster, tmp_path):
+    if name == "cartpole-sac":
+        e = replace(tiny("tmaze", 2_000), algo=bestiary.preset("visual-match-60").algo)
+        e = replace(e, algo=replace(e.algo, warmup=200, batch_size=4))
+    else:
+        e = tiny(name, 2_000)
+    if name == "rcp-a":
+        e = replace(e, env=bestiary.preset("cartpole").env, algo=replace(e.algo, warmup=5))
+    if name == "tmaze-r2d2":
+        e = replace(e, algo=replace(e.algo, warmup=1_000, capacity=8_000))
+    runtime = Ray(envs=8, threads=1, actors=3, shards=2, address=cluster.address)
+    bestiary.train(replace(e, runtime=runtime, frames=3_000), tmp_path / "run")
+    last = table(tmp_path / "run", "metrics.csv")[-1]
+    assert int(last["updates"]) > 0
+    assert float(last["actors"]) == 3
+    assert float(last["policy_lag"]) >= 0
+
+
+# -- faults ------------------------------------------------------------------------------------------------
+
+
+def watch(e: Experiment, run: Path, at: dict[int, Callable[[], object]]) -> list[str]:
+    """Train; at so many frames something happens. Returns what was told."""
+    notes: list[str] = []
+    waiting = sorted(at)
+    progress: Progress
+    for progress in bestiary.iterate(e, run):
+        notes += progress.notes
+        while waiting and progress.frames >= waiting[0]:
+            at[waiting.pop(0)]()
+    assert not waiting
+    return notes
+
+
+def kill(name: str, count: int | None = None, number: int = signal.SIGKILL) -> None:
+    pids = named(name)
+    assert pids, f"nobody is called {name}"
+    for pid in pids[:count]:
+        os.kill(pid, number)
+
+
+def test_players_a_shard_and_the_evaluator_are_replaced_and_training_goes_on(cluster, tmp_path):
+    e = tiny("catch", 60_000, actors=4, shards=2, actor_cpus=0.5, learner_cpus=0.5, address=cluster.address)
+    e = replace(e, evaluation=replace(e.evaluation, every=4_000, episodes=60))
+    told = watch(
+        e,
+        tmp_path / "run",
+        {
+            6_000: lambda: kill("ray::Player", 1),
+            14_000: lambda: kill("ray::Player", 2),
+            22_000: lambda: kill("ray::Player"),
+            34_000: lambda: kill("ray::Shard", 1),
+            44_000: lambda: kill("ray::Judge"),
+        },
+    )
+    lost = [note for note in told if "was lost (its process or node is gone); another takes its place" in note]
+    back = [note for note in told if "is back, with new episodes" in note]
+    assert len(lost) == 1 + 2 + 4
+    assert len(back) == len(lost)
+    assert sum("was lost with what was played into it; it fills anew" in note for note in told) == 1
+    events = (tmp_path / "run" / "events.txt").read_text()
+    assert all(note in events for note in told)
+    assert float(table(tmp_path / "run", "metrics.csv")[-1]["actors_lost"]) == 7
+    updates = [int(row["updates"]) for row in table(tmp_path / "run", "metrics.csv")]
+    assert all(b > a for a, b in zip(updates, updates[1:], strict=False))
+
+
+def test_a_player_that_hangs_is_given_up_after_a_while(cluster, tmp_path):
+    e = tiny("recall", 200_000, actors=2, patience=3.0, actor_cpus=0.5, address=cluster.address)
+    stopped: list[int] = []
+
+    def stop() -> None:
+        stopped.append(named("ray::Player")[0])
+        os.kill(stopped[0], signal.SIGSTOP)
+
+    began = 0.0
+    for progress in bestiary.iterate(e, tmp_path / "run"):
+        if not stopped and progress.frames > 2_000:
+            stop()
+            began = time.monotonic()
+        if any("did not answer within 3 seconds; another takes its place" in note for note in progress.notes):
+            break
+        assert not stopped or time.monotonic() - began < 60
+    else:
+        raise AssertionError("nobody noticed")
+
+
+def test_a_node_that_dies_costs_its_players_and_one_that_joins_brings_some(cluster, tmp_path):
+    second = cluster.add(4)
+    e = tiny("recall", 1_000_000, actors=6, min_actors=2, actor_cpus=1, learner_cpus=1, address=cluster.address)
+    most, died, told = 0.0, 0.0, []
+    for progress in bestiary.iterate(e, tmp_path / "run"):
+        told += progress.notes
+        playing = progress.metrics.get("actors", 0.0)
+        if not died:
+            there = len(named("ray::Player"))
+            if there == 6:  # the second node is there and has taken what did not fit on the first
+                kill_session(second.pid)
+                died = time.monotonic()
+        elif sum("was lost" in note for note in told) >= 3 and playing:
+            most = playing
+            break
+        assert not died or time.monotonic() - died < 90
+    assert died
+    assert most >= 1
+
+
+LAST = 200_000
+
+
+def command(run: Path, cluster: Nodes, *more: str) -> list[str]:
+    words = ["train", "recall", "runtime:ray", "--runtime.actors", "2", "--runtime.envs", "8", "--runtime.actor-cpus"]
+    words += ["0.5", "--runtime.address", cluster.address, "--frames", str(LAST), "--checkpoint.frames", "4000"]
+    words += ["--evaluation.episodes", "2", "--log.no-tensorboard", "--plain", "--run", str(run), *more]
+    return [sys.executable, "-m", "bestiary", *words]
+
+
+def until(what: Callable[[], Any], seconds: float = 90.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        found = what()
+        if found:
+            return found
+        time.sleep(0.1)
+    raise AssertionError("it did not happen in time")
+
+
+def saved(run: Path) -> list[str]:
+    return sorted(p.name for p in (run / "checkpoints").glob("[0-9]*"))
+
+
+def test_a_lost_learner_a_killed_driver_and_sigterm(cluster, tmp_path):
+    """The run goes on by itself after the first two, from what was saved, and leaves nothing behind after the last."""
+    run, output = tmp_path / "run", tmp_path / "output.txt"
+    with output.open("wb") as file:
+        process = subprocess.Popen(command(run, cluster), stdout=file, stderr=subprocess.STDOUT)
+    try:
+        until(lambda: saved(run))
+        kill("ray::Teacher")
+        until(lambda: "continues at" in output.read_text())
+        assert "lost the learner; it goes on from its last checkpoint (2 more restarts)" in output.read_text()
+        first = saved(run)[-1]
+        until(lambda: saved(run)[-1] > first)
+        drivers = [pid for pid, _, words in processes() if str(run) in words and pid != process.pid]
+        assert len(drivers) == 1
+        os.kill(drivers[0], signal.SIGKILL)
+        until(lambda: output.read_text().count("continues at") == 2)
+        assert "was ended by SIGKILL; it goes on from its last checkpoint (1 more restart)" in output.read_text()
+        second = saved(run)[-1]
+        until(lambda: saved(run)[-1] > second)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 143
+    finally:
+        process.kill()
+    assert f"continue with: bestiary resume {run}" in output.read_text()
+    until(lambda: not named("ray::Player") and not named("ray::Teacher") and not named("ray::Shard"), 30)
+    assert not [words for _, _, words in processes() if str(run) in words]
+    rows = [int(row["frames"]) for row in table(run, "metrics.csv")]
+    assert rows == sorted(set(rows))
+    assert "the learner or the replay was lost" in (run / "events.txt").read_text()
+
+
+FAULTY = """
+from dataclasses import dataclass
+
+import bestiary
+from bestiary.envs import Catch
+
+
+@dataclass(frozen=True)
+class Faulty:
+    def make(self, num_envs, seed, stream, threads):
+        world = Catch().make(num_envs, seed, stream, threads)
+        if num_envs > 1:
+            world._advance = self.fail
+        return world
+
+    def fail(self, action):
+        raise ArithmeticError("the paddle came off")
+
+
+bestiary.register(env=Faulty)
+"""
+
+
+def test_a_fault_of_the_environment_on_every_actor_ends_the_run_with_its_traceback(cluster, tmp_path):
+    plugin = tmp_path / "faulty.py"
+    plugin.write_text(FAULTY)
+    words = [sys.executable, "-m", "bestiary", "train", "catch", "env:faulty", "runtime:ray", "--plugin", str(plugin)]
+    words += ["--runtime.actors", "2", "--runtime.actor-cpus", "0.5", "--runtime.address", cluster.address, "--plain"]
+    done = subprocess.run([*words, "--run", str(tmp_path / "run")], capture_output=True, text=True, timeout=150)
+    assert done.returncode == 1
+    assert "ArithmeticError: the paddle came off" in done.stderr
+    assert "in fail" in done.stderr
+
+
+# -- bad input ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings, sentence",
+    [
+        ({"actors": 0}, r"runtime\.actors=0 must be at least 1"),
+        ({"shards": 2}, r"runtime\.shards=2 must be at most runtime\.actors=1"),
+        ({"actors": 2, "min_actors": 3}, r"runtime\.min-actors=3 must lie between 1 and runtime\.actors=2"),
+        ({"min_batch": 9, "max_batch": 8}, r"runtime\.max-batch=8 must be at least runtime\.min-batch=9"),
+        ({"lockstep": True, "inference": "shared"}, r"runtime\.lockstep is for one learner and actors that choose"),
+        ({"patience": 0}, r"runtime\.patience must be positive"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_in_a_sentence(settings, sentence):
+    with pytest.raises(UserError, match=sentence):
+        Ray(**settings)
+
+
+def test_an_address_where_nobody_answers_is_told_soon(tmp_path):
+    e = tiny("recall", 1_000, address="127.0.0.1:1")
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"no Ray cluster answers at 127\.0\.0\.1:1"):
+        bestiary.train(e, tmp_path / "run")
+    assert time.monotonic() - began < 30
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_address_must_be_one(tmp_path):
+    with pytest.raises(UserError, match=r"runtime\.address='here' should be HOST:PORT"):
+        bestiary.train(tiny("recall", 1_000, address="here"), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "settings, sentence",
+    [
+        ({"actors": 64}, r"64 actors with 1 cores each, .* do not fit on 4 cores .*lower --runtime\.actors to 3"),
+        ({"gpus": 2.0}, r"the learner needs 1 cores, 2 GPUs and 0\.0 GiB on one node; what there is: "),
+    ],
+)
+def test_more_than_the_cluster_has_is_refused_with_what_would_fit(settings, sentence, cluster, tmp_path):
+    with pytest.raises(UserError, match=sentence):
+        bestiary.train(tiny("recall", 1_000, address=cluster.address, **settings), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_other_versions_on_a_node_are_refused(cluster, monkeypatch, tmp_path):
+    import bestiary.run
+
+    mine = bestiary.run.versions()
+    monkeypatch.setattr(bestiary.run, "versions", lambda: mine | {"torch": "1.0"})
+    with pytest.raises(UserError, match=r"has torch \S+, this machine 1\.0: install the same version everywhere"):
+        bestiary.train(tiny("recall", 1_000, address=cluster.address), tmp_path / "run")
+
+
+# -- a cluster of our own ----------------------------------------------------------------------------------
+
+
+def test_our_own_cluster_listens_on_loopback_only_asks_for_a_token_and_ends_with_the_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
+    before = {pid for pid, _, words in processes() if "ray" in words}
+    run = tmp_path / "run"
+    words = [sys.executable, "-m", "bestiary", "train", "recall", "runtime:ray", "--frames", "1G", "--plain"]
+    process = subprocess.Popen([*words, "--run", str(run)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        until(lambda: (run / "metrics.csv").exists() and (run / "metrics.csv").read_text())
+        ours = {pid for pid, _, words in processes() if "ray" in words} - before
+        assert len(ours) > 5
+        open_to = listening(ours)
+        assert open_to
+        assert not [place for place in open_to if place not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")]
+        assert not any(
+            "dashboard/dashboard.py" in words and "--minimal" not in words for p, _, words in processes() if p in ours
+        )
+        assert (tmp_path / ".ray" / "auth_token").exists()
+        process.send_signal(signal.SIGINT)  # to the one who watches; a terminal would tell all of them
+        for pid, _, words in processes():
+            if str(run) in words and pid != process.pid:
+                os.kill(pid, signal.SIGINT)
+        assert process.wait(60) == 130
+    finally:
+        process.kill()
+    until(lambda: not ({pid for pid, _, words in processes() if "ray" in words} & ours), 30)
+
+
+def listening(pids: set[int]) -> list[str]:
+    """Addresses at which processes wait for others."""
+    inodes: set[str] = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").glob("*"):
+            try:
+                target = os.readlink(link)
+            except OSError:
+                continue
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
+    found = []
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            parts = line.split()
+            if parts[3] == "0A" and parts[9] in inodes:
+                found.append(address(parts[1].split(":")[0]))
+    return found
+
+
+def address(digits: str) -> str:
+    import ipaddress
+
+    raw = b"".join(bytes.fromhex(digits[i : i + 8])[::-1] for i in range(0, len(digits), 8))
+    return str(ipaddress.ip_address(raw))

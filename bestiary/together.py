@@ -67,7 +67,7 @@ ALONE = Alone()
 
 
 class Parted(RuntimeError):
-    """Another process is gone, or too slow. No step was taken: begin anew, together, from what was saved last."""
+    """Another process is gone, or too slow. They may be a step apart: all begin anew, from what was saved last."""
 
 
 class Together(Alone):
@@ -109,9 +109,9 @@ class Together(Alone):
     def moments(self, x: Tensor) -> Moments:
         here = torch.tensor(float(len(x)), dtype=torch.float64)
         there, added = self.total((here, x.sum()))
-        count, mean = int(there.item()), added / there.to(added)
+        number, mean = int(there.item()), added / there.to(added)
         squares = self.total((x - mean).square().sum())
-        return Moments(count, mean, (squares / max(1, count - 1)).sqrt())
+        return Moments(number, mean, (squares / max(1, number - 1)).sqrt())
 
     def gradients(self, loss: Tensor, parameters: Iterable[nn.Parameter]) -> Tensor:
         """A parameter that no process has a gradient for keeps none: optimisers pass it by."""

@@ -292,10 +292,10 @@ class CommandLearner:
         torso = self.critic.torso
         value = self.critic(self.online.seen(now.step), up_to_date(torso, self.online.seen(past), t.state))
         squares = (value - t.aux["target"])[valid].square()
-        loss = squares.sum() / self.together.total(valid.sum().to(squares.dtype))
+        taught, rows = self.together.total((valid.sum().to(squares.dtype), torch.tensor(float(value.numel()))))
+        loss = squares.sum() / taught
         apply_gradient(loss, self.judging, self.critic_optimizer, self.cfg.grad_norm, self.updates + 1, self.together)
-        seen = self.together.portion(value.numel())
-        return {"value_loss": loss.detach(), "value": seen * value.detach().mean() * self.cfg.value_scale}
+        return {"value_loss": loss.detach(), "value": value.detach().sum() / rows * self.cfg.value_scale}
 
     # -- the policy --------------------------------------------------------------------------------
 
@@ -366,9 +366,9 @@ class CommandLearner:
 
     def _judgement(self, like: Tensor) -> Tensor:
         """What a joint critic was wrong by since the last update; 0 where it was shown nothing."""
-        loss, moves = self.value_loss, self.judged
+        loss, number = self.value_loss, self.judged
         self.value_loss, self.judged = None, 0
-        here = self.together.portion(moves)  # asked also where nothing was shown: others may have been
+        here = self.together.portion(number)  # asked also where nothing was shown: others may have been
         return torch.zeros_like(like) if loss is None else here * loss
 
     @torch.no_grad()

@@ -71,7 +71,7 @@ def reduce(command: Tensor, reward: Tensor, discount: float, most: float) -> Ten
 
 
 class Moments(NamedTuple):
-    count: int
+    number: int
     mean: Tensor
     std: Tensor  # of a sample; of one number alone, 0
 
@@ -85,8 +85,8 @@ def zscore(x: Tensor, valid: Tensor | None = None, moments: Callable[[Tensor], M
 
     moments: of those that count; more may be known of than are here.
     """
-    count, mean, std = moments(x.flatten() if valid is None else x[valid])
-    if count < 2:
+    number, mean, std = moments(x.flatten() if valid is None else x[valid])
+    if number < 2:
         return torch.zeros_like(x)
     return torch.where(std > 0, (x - mean) / std.clamp(min=torch.finfo(x.dtype).tiny), 0)
 

@@ -26,7 +26,7 @@ from bestiary.experiment import Experiment
 from bestiary.optim import Adam, AdamW
 from bestiary.runtime.local import LocalRuntime
 from bestiary.together import ALONE, Parted, Together, divide, join, meeting
-from bestiary.types import Batch, Update
+from bestiary.types import Batch, Spec, Update
 
 PATIENCE = 60  # seconds that a test waits for a process, busy as the machine may be
 UPDATES = 5
@@ -56,7 +56,7 @@ def told(case: tuple[str, str, dict[str, Any]]) -> Experiment:
 class Recorder(LocalRuntime):
     """Keeps what its learner is shown."""
 
-    def recorded(self) -> list[Batch]:
+    def recorded(self) -> tuple[Spec, list[Batch]]:
         seen: list[Batch] = []
         update, learner = self.learner.update, self.learner
 
@@ -71,17 +71,15 @@ class Recorder(LocalRuntime):
         self.close()
         precise = tree.map(lambda x: x.double() if x.is_floating_point() else x, seen)
         enough = [i for i, batch in enumerate(precise) if "survey" not in batch.about][UPDATES - 1]
-        return precise[: enough + 1]
+        return self.spec, precise[: enough + 1]
 
 
-def fresh(e: Experiment, seed: int) -> Learner:
+def fresh(e: Experiment, spec: Spec, seed: int) -> Learner:
     """In double precision, so that what is left of a difference is no rounding."""
-    world = e.env.make(1, 0, 0, 1)
-    world.close()
     torch.manual_seed(seed)
     torch.set_default_dtype(torch.float64)
     try:
-        return e.algo.learner(e.algo.agent(world.spec, e.net, e.core), 10_000)
+        return e.algo.learner(e.algo.agent(spec, e.net, e.core), 10_000)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -114,17 +112,17 @@ def part_of(batch: Batch, together: Together, joint: bool) -> Batch | None:
 # -- what the processes do ---------------------------------------------------------------------------------
 
 
-def learn(together: Together, case: Any, batches: list[Batch]) -> dict[str, Any]:
-    learner = fresh(told(case), seed=together.rank)  # they differ at first
+def learn(together: Together, case: Any, spec: Spec, batches: list[Batch]) -> dict[str, Any]:
+    learner = fresh(told(case), spec, seed=together.rank)  # they differ at first
     together.enrol(learner)
     joint = isinstance(learner, CommandLearner) and learner.cfg.critic == "joint"
     mine = [part_of(batch, together, joint) for batch in batches]
     return learnt(learner, [batch for batch in mine if batch is not None])
 
 
-def diverge(together: Together, case: Any, batches: list[Batch]) -> tuple[str, bool, dict[str, float]]:
+def diverge(together: Together, case: Any, spec: Spec, batches: list[Batch]) -> tuple[str, bool, dict[str, float]]:
     """The last is shown something that is not a number, once."""
-    learner = fresh(told(case), seed=together.rank)
+    learner = fresh(told(case), spec, seed=together.rank)
     together.enrol(learner)
     mine = [divide(batch, together.size)[together.rank] for batch in batches]
     step = mine[0].trajectory.step
@@ -139,16 +137,16 @@ def diverge(together: Together, case: Any, batches: list[Batch]) -> tuple[str, b
     return said, intact, learnt(learner, mine[1:2])["metrics"][0]
 
 
-def lose(together: Together, case: Any, batches: list[Batch], how: str) -> tuple[str, float]:
+def lose(together: Together, case: Any, spec: Spec, batches: list[Batch], how: str) -> tuple[str, float]:
     """The last stops after two updates: it dies, or does nothing for a while."""
-    learner = fresh(told(case), seed=0)
+    learner = fresh(told(case), spec, seed=0)
     together.enrol(learner)
     mine = [divide(batch, together.size)[together.rank] for batch in batches]
     learnt(learner, mine[:2])
     if together.rank and how == "dies":
         os._exit(1)
     if together.rank:
-        time.sleep(1.5 * together.timeout_seconds)
+        time.sleep(together.timeout_seconds + 1)
         return "", 0.0
     began = time.monotonic()
     try:
@@ -164,6 +162,7 @@ JOBS = {job.__name__: job for job in (learn, diverge, lose)}
 def companion(rank: int, size: int, line: Any) -> None:
     """Does one job after the other, each in a group of its own."""
     torch.set_num_threads(1)
+    line.send_bytes(pickle.dumps("ready"))
     while True:
         name, at, timeout, args = pickle.loads(line.recv_bytes())
         together = join(rank, size, at, timeout_seconds=timeout)
@@ -184,6 +183,7 @@ class Pair:
         for process, (_, there) in zip(self.processes, ends, strict=True):
             process.start()
             there.close()
+        assert [self._answer(line) for line in self.lines] == ["ready"] * size
 
     def do(self, name: str, *args: Any, at: str | None = None, timeout: float = PATIENCE) -> list[Any]:
         """What each answers; None: nothing, it is gone."""
@@ -237,9 +237,9 @@ def named(case: tuple[str, str, dict[str, Any]]) -> str:
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_two_with_half_a_batch_each_learn_what_one_learns_from_the_whole(pair, case):
     e = told(case)
-    batches = Recorder(e).recorded()
-    alone = learnt(fresh(e, seed=0), batches)
-    first, second = pair.do("learn", case, batches)
+    spec, batches = Recorder(e).recorded()
+    alone = learnt(fresh(e, spec, seed=0), batches)
+    first, second = pair.do("learn", case, spec, batches)
 
     assert first["weights"].keys() == second["weights"].keys()
     assert all(torch.equal(x, second["weights"][k]) for k, x in first["weights"].items())  # to the last bit
@@ -255,13 +255,13 @@ def test_two_with_half_a_batch_each_learn_what_one_learns_from_the_whole(pair, c
     parts = [[p for p in each["priorities"] if p is not None] for each in (first, second)]
     for whole, *halves in zip(said, *parts, strict=True):
         assert_alike(whole, torch.cat(halves, -1))
-    start = fresh(e, seed=0).agent.state_dict()
+    start = fresh(e, spec, seed=0).agent.state_dict()
     assert any(not torch.allclose(x, alone["weights"][k]) for k, x in start.items())  # something was learnt
 
 
 def test_they_can_meet_at_a_file(pair, tmp_path):
-    batches = Recorder(told(CASES[0])).recorded()[:1]
-    first, second = pair.do("learn", CASES[0], batches, at=f"file://{tmp_path}/here")
+    spec, batches = Recorder(told(CASES[0])).recorded()
+    first, second = pair.do("learn", CASES[0], spec, batches[:1], at=f"file://{tmp_path}/here")
     assert all(torch.equal(x, second["weights"][k]) for k, x in first["weights"].items())
 
 
@@ -269,25 +269,25 @@ def test_they_can_meet_at_a_file(pair, tmp_path):
 
 
 def test_what_diverges_in_one_ends_the_update_of_all_and_no_more(pair):
-    batches = Recorder(told(CASES[0])).recorded()
-    first, second = pair.do("diverge", CASES[0], batches)
+    spec, batches = Recorder(told(CASES[0])).recorded()
+    first, second = pair.do("diverge", CASES[0], spec, batches)
     assert first[0] == second[0] and "loss of nan" in first[0] and "not applied" in first[0]
     assert first[1] and second[1]  # no weight has changed
     assert first[2] == second[2]  # and they go on together
 
 
 def test_one_that_is_silent_is_not_waited_for_longer_than_was_said(pair):
-    batches = Recorder(told(CASES[0])).recorded()
-    (said, seconds), _ = pair.do("lose", CASES[0], batches, "sleeps", timeout=2.0)
-    assert "learner 0 of 2: another one is gone, or was silent for 2 s" in said
-    assert 1.5 < seconds < 6
+    spec, batches = Recorder(told(CASES[0])).recorded()
+    (said, seconds), _ = pair.do("lose", CASES[0], spec, batches, "sleeps", timeout=4.0)
+    assert "learner 0 of 2: another one is gone, or was silent for 4 s" in said
+    assert 3 < seconds < 10
 
 
 def test_one_that_dies_ends_the_others_at_once():
-    batches = Recorder(told(CASES[0])).recorded()
+    spec, batches = Recorder(told(CASES[0])).recorded()
     pair = Pair()
     try:
-        (said, seconds), nothing = pair.do("lose", CASES[0], batches, "dies")
+        (said, seconds), nothing = pair.do("lose", CASES[0], spec, batches, "dies")
         assert "another one is gone" in said and seconds < 10
         assert nothing is None
         pair.processes[1].join(PATIENCE)
@@ -359,7 +359,7 @@ def listening() -> set[tuple[str, str]]:
 
 
 def test_parts_of_a_batch_are_the_batch():
-    batch = Recorder(told(("r2d2", "gru", {}))).recorded()[0]
+    _, (batch, *_) = Recorder(told(("r2d2", "gru", {}))).recorded()
     parts = divide(batch, 3)
     assert [p.trajectory.action.shape[1] for p in parts] == [2, 2, 3]
     whole = Batch(

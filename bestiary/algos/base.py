@@ -11,6 +11,7 @@ from bestiary.errors import UserError
 from bestiary.exploration import Explorer
 from bestiary.nets import Net
 from bestiary.replay.base import ReplayConfig
+from bestiary.together import ALONE, Alone
 from bestiary.types import Batch, Snapshot, Spec, State, TimeStep, Update
 
 if TYPE_CHECKING:
@@ -74,14 +75,17 @@ def apply_gradient(
     optimizer: torch.optim.Optimizer,
     grad_norm: float | None,
     update: int,
+    together: Alone = ALONE,
 ) -> Tensor:
     """One step down the loss, its gradient clipped to a norm (None: as it is). Returns the norm before.
 
     To look up a module's parameters takes longer than an update of a small network: that may be done once.
+    Of several learners each has its part of the loss: all see the same sums, so all step, or none does.
     """
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
-    found = module.parameters() if isinstance(module, nn.Module) else module
+    found = list(module.parameters()) if isinstance(module, nn.Module) else module
+    loss = together.gradients(loss, found)
     norm = nn.utils.clip_grad_norm_(found, math.inf if grad_norm is None else grad_norm)
     if not (torch.isfinite(loss) and torch.isfinite(norm)):
         raise Diverged(
@@ -93,7 +97,10 @@ def apply_gradient(
 
 
 class Learner(Protocol):
-    """Owns targets, critics and optimisers, and never ships them."""
+    """Owns targets, critics and optimisers, and never ships them.
+
+    One that can be one of several also has `together`, `ALONE` at first, and asks it what all of them have.
+    """
 
     updates: int
 

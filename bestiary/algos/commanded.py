@@ -27,6 +27,7 @@ from bestiary.ops.policy import entropy, sample
 from bestiary.ops.returns import lambda_returns
 from bestiary.optim import AdamW, OptimizerConfig, Pace
 from bestiary.replay.episodes import Episodes, Held, Survey
+from bestiary.together import ALONE, Alone
 from bestiary.types import Batch, Metrics, Snapshot, Spec, State, TimeStep, Trajectory, Update, moves
 
 LATEST = 20  # episodes that count as what is played now
@@ -231,7 +232,12 @@ class CommandLearner:
 
     `agent` is what acts: with `average` a slow mean of the network that learns. A critic, where commands are
     advantages, judges all episodes now and then (`critic="own"`), or learns in the same step (`critic="joint"`).
+
+    Of several learners each judges the episodes of its own replay, which standardises advantages among those alone, and
+    hears from it where commands come from: what acts asks for what the replay of its learner has seen.
     """
+
+    together: Alone = ALONE
 
     def __init__(self, cfg: "Commanded", agent: CommandAgent, total_steps: int) -> None:
         self.cfg, self.agent = cfg, agent
@@ -251,6 +257,7 @@ class CommandLearner:
         self.critic_optimizer = None if self.critic is None or joint else cfg.critic_optimizer.build(self.critic)
         self.updates = 0
         self.value_loss: Tensor | None = None  # of the rows a joint critic was shown, until the next update
+        self.judged = 0  # moves in these rows
         self.peak, self.peak_std, self.peak_since = -torch.inf, 0.0, 0
 
     # -- the critic --------------------------------------------------------------------------------
@@ -272,7 +279,7 @@ class CommandLearner:
         if self.cfg.critic == "joint":
             value = self.values(t.step)
             target, valid = self.judge(t, value.detach())
-            self.value_loss = (value[:-1] - target)[valid].square().mean()
+            self.value_loss, self.judged = (value[:-1] - target)[valid].square().mean(), int(valid.sum())
             return Update({})
         with torch.no_grad():
             value = self.values(t.step)
@@ -284,9 +291,11 @@ class CommandLearner:
         past, now = split(t, self.cfg.burn_in)
         torso = self.critic.torso
         value = self.critic(self.online.seen(now.step), up_to_date(torso, self.online.seen(past), t.state))
-        loss = (value - t.aux["target"])[valid].square().mean()
-        apply_gradient(loss, self.judging, self.critic_optimizer, self.cfg.grad_norm, self.updates + 1)
-        return {"value_loss": loss.detach(), "value": value.detach().mean() * self.cfg.value_scale}
+        squares = (value - t.aux["target"])[valid].square()
+        taught, rows = self.together.total((valid.sum().to(squares.dtype), torch.tensor(float(value.numel()))))
+        loss = squares.sum() / taught
+        apply_gradient(loss, self.judging, self.critic_optimizer, self.cfg.grad_norm, self.updates + 1, self.together)
+        return {"value_loss": loss.detach(), "value": value.detach().sum() / rows * self.cfg.value_scale}
 
     # -- the policy --------------------------------------------------------------------------------
 
@@ -309,7 +318,7 @@ class CommandLearner:
         if cfg.weighting == "none":
             return valid.to(label.dtype)
         by_move = cfg.command == "advantage" or cfg.weigh == "moves"
-        z = zscore(label[..., 0] if by_move else t.aux["merit"], valid)
+        z = zscore(label[..., 0] if by_move else t.aux["merit"], valid, self.together.moments)
         return valid * exponential_weight(z, cfg.beta, cfg.weight_cap)
 
     def update(self, batch: Batch) -> Update:
@@ -322,7 +331,7 @@ class CommandLearner:
         valid = t.aux["valid"]
         label = self.label(t)
         weight = self.weight(t, label, valid)
-        share = weight / weight.sum().clamp(min=1e-6)
+        share = weight / self.together.total(weight.sum()).clamp(min=1e-6)
         torso = self.online.torso
         h, _ = torso(self.online.seen(now.step), up_to_date(torso, self.online.seen(past), t.state))
         logits = self.online.logits(h, label)
@@ -330,29 +339,37 @@ class CommandLearner:
         error = F.cross_entropy(logits.flatten(0, 1), action, reduction="none", label_smoothing=cfg.smoothing)
         policy_loss = (share.flatten() * error).sum()
         loss = policy_loss
-        if self.value_loss is not None:
-            loss, self.value_loss = loss + self.value_loss, None
-        norm = apply_gradient(loss, self.learning, self.optimizer, cfg.grad_norm, self.updates + 1)
+        if self.critic is not None and cfg.critic == "joint":
+            loss = loss + self._judgement(loss)
+        norm = apply_gradient(loss, self.learning, self.optimizer, cfg.grad_norm, self.updates + 1, self.together)
         said = {} if self.critic_optimizer is None else self.teach_critic(t, valid)
         self.updates += 1
         self._follow(batch.about, label[valid][:, 0])
-        kept = share.square().sum().clamp(min=1e-12)
         with torch.no_grad():
             undecided = (share * entropy(logits.detach())).sum()
             right = (share * (logits.argmax(-1) == now.action)).sum()
-        return Update(
+        part = self.together.part
+        metrics = self.together.total(
             {
                 "loss": policy_loss.detach(),
-                "grad_norm": norm,
+                "grad_norm": part * norm,
                 "entropy": undecided,
                 "agreement": right,
-                "effective_batch": 1 / kept,
-                "command_return": self.agent.pool[:, 0].mean(),
-                "command_horizon": self.agent.pool[:, -1].mean() if cfg.horizon else torch.zeros(()),
-                "sharpest": self.agent.sharpest.clone(),
+                "effective_batch": share.square().sum(),
+                "command_return": part * self.agent.pool[:, 0].mean(),
+                "command_horizon": part * self.agent.pool[:, -1].mean() if cfg.horizon else torch.zeros(()),
+                "sharpest": part * self.agent.sharpest,
                 **said,
             }
         )
+        return Update(metrics | {"effective_batch": 1 / metrics["effective_batch"].clamp(min=1e-12)})
+
+    def _judgement(self, like: Tensor) -> Tensor:
+        """What a joint critic was wrong by since the last update; 0 where it was shown nothing."""
+        loss, number = self.value_loss, self.judged
+        self.value_loss, self.judged = None, 0
+        here = self.together.portion(number)  # asked also where nothing was shown: others may have been
+        return torch.zeros_like(like) if loss is None else here * loss
 
     @torch.no_grad()
     def _get_used_to(self, obs: Tensor) -> None:
@@ -361,8 +378,9 @@ class CommandLearner:
             return
         agent, rows = self.online, obs.flatten(0, 1)
         share = 1 / (1 + min(self.updates, REMEMBERED))
-        mean = rows.mean(0)
+        here = self.together.portion(len(rows))
         square = (rows - agent.centre).square().mean(0)  # from where the mean was: it moves by so much
+        mean, square = self.together.total((here * rows.mean(0), here * square))
         variance = torch.lerp(agent.spans.square(), square, share) - (share * (mean - agent.centre)).square()
         agent.spans.copy_(variance.clamp(min=1e-4).sqrt())
         agent.centre.lerp_(mean, share)
@@ -388,9 +406,9 @@ class CommandLearner:
 
     def _chase(self, label: Tensor) -> None:
         """The largest advantage of any batch in the last thousand is the command of the next, as in the reference."""
-        most = label.max().item()
+        most, std = self.together.most(label.max()).item(), self.together.moments(label).std.item()
         if most > self.peak:
-            self.peak, self.peak_std = most, label.std().item()
+            self.peak, self.peak_std = most, std
         self.peak_since += 1
         if self.updates == 1 or self.peak_since >= self.cfg.peak_every:
             self.agent.aim_at(aim(np.array([self.peak]), noise=self.peak_std))

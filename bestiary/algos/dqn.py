@@ -35,8 +35,8 @@ class DqnLearner(QLearner):
     def loss(self, t: Trajectory) -> tuple[Tensor, Metrics]:
         j = self.judge(t, trace_decay=self.cfg.trace_decay)
         distance = (j.value.detach() - j.target).abs()
-        loss = (share(j.valid * distance**self.cfg.focus) * self.error(j)).sum()
-        return loss, report(j, loss, share(j.valid.to(loss.dtype)))
+        loss = (share(j.valid * distance**self.cfg.focus, self.together) * self.error(j)).sum()
+        return loss, report(j, loss, share(j.valid.to(loss.dtype), self.together))
 
 
 @dataclass(frozen=True)

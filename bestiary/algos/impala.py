@@ -15,6 +15,7 @@ from bestiary.ops.policy import RewardClip, clip_reward, entropy, kl, log_prob, 
 from bestiary.ops.returns import vtrace
 from bestiary.optim import OptimizerConfig, Pace, RmsProp
 from bestiary.replay.fifo import Fifo
+from bestiary.together import ALONE, Alone
 from bestiary.types import Batch, Metrics, Snapshot, Spec, State, TimeStep, Trajectory, Update, moves
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ class ImpalaAgent(Agent):
 
 
 class ImpalaLearner:
+    together: Alone = ALONE
+
     def __init__(self, cfg: "Impala", agent: ImpalaAgent, total_steps: int) -> None:
         self.cfg = cfg
         self.agent = agent
@@ -66,6 +69,7 @@ class ImpalaLearner:
         self.trusted, self.trusted_frames = (None, 0) if cfg.trusted is None else load_trusted(cfg.trusted, agent)
 
     def loss(self, t: Trajectory) -> tuple[Tensor, Metrics]:
+        """Of several learners, one's part: losses and metrics add up."""
         cfg = self.cfg
         m = moves(t.step, cfg.discount)
         logits, value, _ = self.agent(t.step, t.state)
@@ -86,7 +90,7 @@ class ImpalaLearner:
             cfg.trace_decay,
         )
         weight = m.valid.to(value.dtype)  # rows that lead into another episode teach nothing
-        count = weight.sum().clamp(min=1)
+        count = self.together.total(weight.sum()).clamp(min=1)
         if cfg.reduction == "mean":
             weight = weight / count
         policy_loss = -(weight * log_pi * v.advantages).sum()
@@ -122,9 +126,10 @@ class ImpalaLearner:
         rows, streams = t.action.shape
         self.pace.at(self.steps)
         loss, metrics = self.loss(t)
-        norm = apply_gradient(loss, self.agent, self.optimizer, self.cfg.grad_norm, self.updates + 1)
+        norm = apply_gradient(loss, self.agent, self.optimizer, self.cfg.grad_norm, self.updates + 1, self.together)
+        metrics = self.together.total(metrics | {"steps": torch.tensor(float((rows - 1) * streams))})
         self.updates += 1
-        self.steps += (rows - 1) * streams
+        self.steps += int(metrics.pop("steps").item())
         metrics |= {"grad_norm": norm, "learning_rate": torch.tensor(self.optimizer.param_groups[0]["lr"])}
         return Update(metrics)
 

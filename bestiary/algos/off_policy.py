@@ -12,6 +12,7 @@ from bestiary.errors import UserError
 from bestiary.nets import Torso
 from bestiary.optim import Adam, OptimizerConfig, Pace
 from bestiary.replay.uniform import Uniform
+from bestiary.together import ALONE, Alone
 from bestiary.types import Spec, State, TimeStep, Trajectory
 
 
@@ -157,9 +158,10 @@ def parameter_groups(module: nn.Module, memory_lr: float | None) -> list[dict[st
     return [{"params": rest}, {"params": memory, "lr": memory_lr}]
 
 
-def share(weight: Tensor) -> Tensor:
+def share(weight: Tensor, together: Alone = ALONE) -> Tensor:
     """[..., T, B]: of a batch, so that all its moves together count as one; of nothing, nothing."""
-    return weight / weight.sum((-2, -1), keepdim=True).clamp(min=torch.finfo(weight.dtype).tiny)
+    everything = together.total(weight.sum((-2, -1), keepdim=True))
+    return weight / everything.clamp(min=torch.finfo(weight.dtype).tiny)
 
 
 def split(t: Trajectory, rows: int) -> tuple[TimeStep, Trajectory]:

@@ -128,22 +128,30 @@ class PriorityLearner(QLearner):
 
     def weigh(self, batch: Batch) -> tuple[Tensor, Metrics, Tensor]:
         t = batch.trajectory
-        assert batch.weight is not None
         j = self.judge(t, self.cfg.item.length)
         error = self.error(j) if self.cfg.huber else self.error(j) / 2  # half of squares, as both papers have it
         # sums over time: a move counts as much in a short sequence as in a long one
-        loss = (batch.weight * (j.valid * error).sum(0)).mean()
+        loss = (self.weight(batch) * (j.valid * error).sum(0)).mean() * self.together.portion(j.valid.shape[1])
         priorities = sequence_priority(j.value.detach() - j.target, j.valid, self.cfg.item.eta)
-        metrics = report(j, loss, share(j.valid.to(loss.dtype)))
+        metrics = report(j, loss, share(j.valid.to(loss.dtype), self.together))
         return loss, metrics | self.staleness(j, t.aux["q"][self.cfg.burn_in], batch.reached), priorities
 
+    def weight(self, batch: Batch) -> Tensor:
+        """A replay counts nothing more than once: what is heaviest there may not be so among all of several."""
+        assert batch.weight is not None
+        heaviest = batch.about.get("heaviest", torch.ones((), device=batch.weight.device))
+        return batch.weight * (heaviest / self.together.most(heaviest))
+
     def staleness(self, j: Judged, acted: Tensor, reached: State) -> Metrics:
-        """How far values, and memory after the burn-in, are from those the actor had at the same row."""
+        """How far values, and memory after the burn-in, are from those the actor had at the same row.
+
+        Of several learners, the mean of what each finds in its own part.
+        """
         mine, theirs = (q if self.agent.legal is None else q[:, self.agent.legal] for q in (j.first, acted))
         told = {"q_discrepancy": apart([mine], [theirs]) * theirs.norm() / theirs.amax(-1).norm().clamp(min=1e-6)}
         if any(leaf.is_floating_point() for leaf in reached):
             told["state_discrepancy"] = apart(j.state, reached)
-        return told
+        return {name: self.together.part * x for name, x in told.items()}
 
 
 def apart(mine: State | list[Tensor], theirs: State | list[Tensor]) -> Tensor:

@@ -16,6 +16,7 @@ from bestiary.nets import Dueling, Net, Torso, at_rows, head
 from bestiary.ops.policy import RewardClip, clip_reward, epsilon_greedy
 from bestiary.ops.rescaling import squeeze, unsqueeze
 from bestiary.ops.returns import Reach, n_step, watkins
+from bestiary.together import ALONE, Alone
 from bestiary.types import Batch, Metrics, Moves, Snapshot, Spec, State, TimeStep, Trajectory, Update, moves
 
 if TYPE_CHECKING:
@@ -135,6 +136,8 @@ class QLearner:
     looked at, and those they lead to.
     """
 
+    together: Alone = ALONE
+
     def __init__(self, cfg: QLearning, agent: QAgent, total_steps: int) -> None:
         self.cfg = cfg
         self.agent = agent
@@ -149,7 +152,10 @@ class QLearner:
         raise NotImplementedError
 
     def weigh(self, batch: Batch) -> tuple[Tensor, Metrics, Tensor | None]:
-        """The loss, what a log should tell, and priorities, where there are such."""
+        """The loss, what a log should tell, and priorities, where there are such.
+
+        Of several learners, one's part: losses and metrics add up.
+        """
         raise NotImplementedError
 
     def judge(self, t: Trajectory, length: int | None = None, trace_decay: float = 0.0) -> Judged:
@@ -193,7 +199,8 @@ class QLearner:
     def update(self, batch: Batch) -> Update:
         self.pace.at(self.updates)
         loss, metrics, priorities = self.weigh(batch)
-        norm = apply_gradient(loss, self.agent, self.optimizer, self.cfg.grad_norm, self.updates + 1)
+        norm = apply_gradient(loss, self.agent, self.optimizer, self.cfg.grad_norm, self.updates + 1, self.together)
+        metrics = self.together.total(metrics)
         self.updates += 1
         self.target.follow(self.updates)
         self.agent.epsilon.fill_(self.epsilon())
@@ -213,7 +220,7 @@ class QLearner:
 
 
 def report(j: Judged, loss: Tensor, weight: Tensor) -> Metrics:
-    """What a log should tell; weight [L, B] adds up to one."""
+    """What a log should tell; weight [L, B] of all learners adds up to one."""
     return {
         "loss": loss.detach(),
         "q": (weight * j.value.detach()).sum(),

@@ -15,6 +15,7 @@ from bestiary.errors import UserError
 from bestiary.exploration import Explorer, Fixed
 from bestiary.nets import Net, Torso, head
 from bestiary.ops.policy import sample
+from bestiary.together import ALONE, Alone
 from bestiary.types import Batch, Metrics, Snapshot, Spec, State, TimeStep, Trajectory, Update, moves
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class SacLearner:
     loss may also change what it is judged by. With separate encoders it never may.
     """
 
+    together: Alone = ALONE
+
     def __init__(self, cfg: "SacDiscrete", agent: SacAgent, total_steps: int) -> None:
         self.cfg = cfg
         self.agent = agent
@@ -86,10 +89,11 @@ class SacLearner:
         self.updates = 0
 
     def loss(self, t: Trajectory) -> tuple[Tensor, Metrics]:
+        """Of several learners, one's part: losses and metrics add up."""
         cfg = self.cfg
         past, t = split(t, cfg.burn_in)
         m = moves(t.step, self.discount)
-        weight = share(m.valid.to(m.reward.dtype))
+        weight = share(m.valid.to(m.reward.dtype), self.together)
         temperature = self.log_temperature.exp().detach()
 
         h, _ = self.torso(t.step, up_to_date(self.torso, past, t.state))
@@ -107,7 +111,8 @@ class SacLearner:
             y = m.reward + m.discount * (pi[1:] * worth).sum(-1)
         value = q.gather(-1, t.action[None, :-1, :, None].expand(2, -1, -1, -1)).squeeze(-1)
         error = value - y
-        critic_loss = 0.5 * (share(m.valid * error.detach().abs() ** cfg.focus) * error.square()).sum()
+        focused = share(m.valid * error.detach().abs() ** cfg.focus, self.together)
+        critic_loss = 0.5 * (focused * error.square()).sum()
 
         judged = q.amin(0)
         if cfg.freeze_critic or not cfg.shared_encoder:
@@ -117,20 +122,23 @@ class SacLearner:
         loss = critic_loss + policy_loss
         if cfg.entropy_target is not None:
             wanted = cfg.entropy_target * math.log(self.agent.spec.num_actions)
-            loss = loss + self.log_temperature.exp() * (entropy.detach() - wanted)
+            loss = loss + self.log_temperature.exp() * (entropy.detach() - self.together.part * wanted)
         return loss, {
             "loss": loss.detach(),
             "critic_loss": critic_loss.detach(),
             "policy_loss": policy_loss.detach(),
             "entropy": entropy.detach(),
-            "temperature": temperature,
+            "temperature": self.together.part * temperature,
             "q": (weight * value.detach().mean(0)).sum(),
         }
 
     def update(self, batch: Batch) -> Update:
         self.pace.at(self.updates)
         loss, metrics = self.loss(batch.trajectory)
-        norm = apply_gradient(loss, self.everything, self.optimizer, self.cfg.grad_norm, self.updates + 1)
+        norm = apply_gradient(
+            loss, self.everything, self.optimizer, self.cfg.grad_norm, self.updates + 1, self.together
+        )
+        metrics = self.together.total(metrics)
         self.updates += 1
         self.target.follow(self.updates)
         if self.target_torso is not None:

@@ -1,5 +1,6 @@
 """What commands are made of: what was still to come, what the best episodes were like, and how to weigh the rest."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -69,13 +70,25 @@ def reduce(command: Tensor, reward: Tensor, discount: float, most: float) -> Ten
     return torch.cat([rest[:, None], left], 1)
 
 
-def zscore(x: Tensor, valid: Tensor | None = None) -> Tensor:
-    """How many standard deviations (of a sample) from the mean; 0 where all are alike."""
-    chosen = x.flatten() if valid is None else x[valid]
-    if len(chosen) < 2:
+class Moments(NamedTuple):
+    number: int
+    mean: Tensor
+    std: Tensor  # of a sample; of one number alone, 0
+
+
+def moments(x: Tensor) -> Moments:
+    return Moments(len(x), x.mean(), x.std() if len(x) > 1 else x.new_zeros(()))
+
+
+def zscore(x: Tensor, valid: Tensor | None = None, moments: Callable[[Tensor], Moments] = moments) -> Tensor:
+    """How many standard deviations (of a sample) from the mean; 0 where all are alike.
+
+    moments: of those that count; more may be known of than are here.
+    """
+    number, mean, std = moments(x.flatten() if valid is None else x[valid])
+    if number < 2:
         return torch.zeros_like(x)
-    std = chosen.std()
-    return torch.where(std > 0, (x - chosen.mean()) / std.clamp(min=torch.finfo(x.dtype).tiny), 0)
+    return torch.where(std > 0, (x - mean) / std.clamp(min=torch.finfo(x.dtype).tiny), 0)
 
 
 def exponential_weight(z: Tensor, beta: float, cap: float) -> Tensor:

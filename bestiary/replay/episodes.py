@@ -315,7 +315,7 @@ class EpisodeReplay(Drawn):
         self._aim = None
 
     def _standardise(self) -> None:
-        """Labels in standard deviations of all that is held."""
+        """Labels in standard deviations of all that is held here; of several replays, each by itself."""
         assert self.cfg.survey is not None
         among = self._among()
         rows = torch.from_numpy(concatenated(among.first, among.moves))

@@ -101,12 +101,14 @@ class PrioritizedReplay(RingReplay):
         t = self.ring.gather(self._rows(number), stream)
         start = number * self.cfg.stride
         later = start + self.cfg.burn_in
+        share = torch.from_numpy(weight / self.tree.total)
         kept = self.cfg.stored_state and self.cfg.burn_in and self.cfg.burn_in % self.ring.unroll == 0
         return Batch(
             t._replace(state=self.ring.state_at(start, stream)),
             torch.from_numpy(number * self.cfg.streams + stream),
-            importance(torch.from_numpy(weight / self.tree.total), len(self), self.cfg.beta).float(),
+            importance(share, len(self), self.cfg.beta).float(),
             self.ring.state_at(later, stream) if kept else (),
+            {"heaviest": ((len(self) * share.min()) ** -self.cfg.beta).float()},
         )
 
     def __len__(self) -> int:

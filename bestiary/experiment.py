@@ -127,7 +127,7 @@ class Experiment:
             if not isinstance(self.algo, Commanded):
                 raise UserError(UNCOMMANDED.replace("--", "--evaluation."))
             self.algo.check_command(self.evaluation.command)
-        self.algo.replay(self.runtime.streams).share(self.runtime.parts)  # refuses a batch that can never be filled
+        self.algo.replay(self.runtime.streams).share(*self.runtime.parts)  # refuses a batch that can never be filled
 
     def to_json(self) -> str:
         return json.dumps(encode(self), indent=2)

@@ -22,6 +22,7 @@ from bestiary.plugins import load_file
 from bestiary.runtime import Ray
 from bestiary.runtime.local import Means, begin_with, build_learner, learn
 from bestiary.seeding import ACTIONS, TRAIN, derive, substream
+from bestiary.together import ALONE, join, meeting
 from bestiary.types import Batch, Episode, Snapshot, Spec, Trajectory
 
 FlatWeights = NDArray[np.uint8]
@@ -118,7 +119,7 @@ class Shard:
         runtime = settings(experiment)
         memory = experiment.algo.agent(spec, experiment.net, experiment.core).initial_state(1)
         seed = experiment.seed if number == 0 else derive(experiment.seed, number)
-        config = experiment.algo.replay(runtime.streams).share(runtime.parts)
+        config = experiment.algo.replay(runtime.streams).share(*runtime.parts)
         self.replay = config.build(seed, spec, memory)
         self.envs = runtime.envs
         self.lanes = Lanes(runtime.streams // runtime.envs)
@@ -185,9 +186,12 @@ class Taught(NamedTuple):
 
 
 class Teacher:
-    """A learner in a process of its own. It fetches batches from the shards itself, one ahead."""
+    """A learner in a process of its own. It fetches batches from the shards itself, one ahead.
 
-    def __init__(self, order: Order, spec: Spec) -> None:
+    There may be several: each takes a batch, and they step as one, once each of them has one.
+    """
+
+    def __init__(self, order: Order, spec: Spec, rank: int = 0) -> None:
         self.experiment = order.read()
         self.cfg = settings(self.experiment)
         self.device = choose_device(self.cfg.device)
@@ -195,27 +199,46 @@ class Teacher:
         self.learner = build_learner(self.experiment, spec, self.device)
         self.flat = Flat(self.learner.agent.state_dict())
         self.ahead = 0 if self.cfg.lockstep else 1
-        self.shards: list[Any] = []
-        self.next = 0  # shard to ask
+        self.rank = rank
+        self.together = ALONE
+        self.kept: tuple[int, Batch] | None = None  # a batch for which the others had none
+        self.shards: dict[int, Any] = {}
+        self.next = 0  # of them, which to ask
         self.asked: list[tuple[int, Any]] = []  # batches on their way: shard, reference
 
     def hello(self) -> None:
         """Answers once all is built."""
 
-    def use(self, shards: list[Any]) -> None:
-        self.shards = shards
-        self.asked = []
+    def use(self, shards: dict[int, Any]) -> None:
+        """By their numbers."""
+        self.shards, self.asked, self.kept = shards, [], None
+        self.next = self.rank % len(shards)
+
+    def invite(self) -> str:
+        """Where the other learners can meet this one."""
+        return meeting(ray.util.get_node_ip_address())
+
+    def meet(self, at: str) -> None:
+        """From now on all go on from where the first one is, and step together."""
+        self.together = join(self.rank, self.cfg.learners, at, self.device, self.cfg.patience)
+        self.together.enrol(self.learner)
 
     def learn(self, seconds: float) -> tuple[Taught, FlatWeights | None]:
         """Until nothing is due any more or so much time has passed; weights, if they have changed."""
         before, started = self.learner.updates, time.perf_counter()
         means, held, lost = Means(), {}, []
         busy, empty = 0.0, 0  # seconds of learning; shards in a row that had nothing
-        while empty < len(self.shards) and time.perf_counter() - started < seconds and not lost:
-            shard, batch = self._fetch(held, lost)
-            if batch is None:
+        while True:
+            over = time.perf_counter() - started >= seconds or bool(lost) or empty >= len(self.shards)
+            shard, batch = self.kept or ((0, None) if over else self._fetch(held, lost))
+            self.kept = None
+            if batch is None and not over:
                 empty += 1
                 continue
+            if not self._all_have_one(batch, over):
+                self.kept = None if batch is None else (shard, batch)
+                break
+            assert batch is not None
             empty, began = 0, time.perf_counter()
             update = learn(self.learner, unpack(batch), self.experiment.seed, self.device)
             if update.metrics:
@@ -228,10 +251,17 @@ class Teacher:
         taught = Taught(self.learner.updates, changed, means.take(), held, lost, idle)
         return taught, self.weights() if changed else None
 
+    def _all_have_one(self, batch: Batch | None, over: bool) -> bool:
+        if batch is not None and "survey" in batch.about:
+            return True  # what is only judged is judged alone
+        ready = batch is not None and not over
+        return self.together.total(torch.tensor(float(ready))).item() == self.together.size
+
     def _fetch(self, held: dict[int, Held], lost: list[int]) -> tuple[int, Batch | None]:
         """The next batch, while others are already being drawn."""
         while len(self.asked) <= self.ahead:
-            self.asked.append((self.next, self.shards[self.next].sample.remote()))
+            shard = list(self.shards)[self.next]
+            self.asked.append((shard, self.shards[shard].sample.remote()))
             self.next = (self.next + 1) % len(self.shards)
         shard, ref = self.asked.pop(0)
         try:

@@ -84,7 +84,7 @@ class ClusterRuntime:
         self.lost = 0  # players, ever
         self.order = Order(experiment.to_json(), tuple(used()))
         unroll = experiment.algo.unroll
-        config = experiment.algo.replay(self.cfg.streams).share(self.cfg.parts)
+        config = experiment.algo.replay(self.cfg.streams).share(*self.cfg.parts)
         row = row_bytes(self.spec) + 4 * self.spec.num_actions
         needs = Needs(row * (unroll + 1) * self.cfg.envs, self.flat.bytes, config.room(self.spec, unroll))
         store = (3 * self.cfg.actors + 4) * needs.trajectory + 4 * needs.weights
@@ -106,22 +106,33 @@ class ClusterRuntime:
 
     def _build(self) -> None:
         """All but the players, who need to know how often the run was resumed."""
-        where = on(self.plan.learners[0])
-        teacher = process(Teacher, self.cfg.learner_cpus, self.plan.gpus, scheduling_strategy=where)
-        self.teacher = teacher.remote(self.order, self.spec)
+        cores, gpus = self.cfg.learner_cpus, self.plan.gpus
+        self.teachers = [
+            process(Teacher, cores, gpus, scheduling_strategy=on(node)).remote(self.order, self.spec, rank)
+            for rank, node in enumerate(self.plan.learners)
+        ]
+        self.teacher = self.teachers[0]  # speaks for all
         self.shards = [self._new_shard(number) for number in range(self.cfg.shards)]
         self.judge: Any = None
         self.chooser: Any = None
         if self.cfg.inference == "shared":
             self._new_chooser()
-        self._ask([self.teacher.hello.remote(), *(shard.hello.remote() for shard in self.shards)])
-        self._ask([self.teacher.use.remote(self.shards)])
+        self._ask([part.hello.remote() for part in (*self.teachers, *self.shards)])
+        self._share_out()
         shards = self.cfg.shards
         self.places = [Place(n, n % shards, n // shards) for n in range(self.cfg.actors)]
         self.full = [False] * shards
         self.held: dict[int, Held] = {}  # what the shards last said of themselves
         self.ahead: list[list[int]] = [[] for _ in range(shards)]
-        self.learning = self.due = False
+        self.learning, self.due = 0, False  # learners at work; whether there may be something to learn
+
+    def _share_out(self) -> None:
+        """Which shards each learner draws from: its own, or all where there are too few."""
+        many = len(self.teachers)
+        step = many if len(self.shards) % many == 0 else 1
+        known = dict(enumerate(self.shards))
+        mine = [{n: s for n, s in known.items() if n % step == rank % step} for rank in range(many)]
+        self._ask([teacher.use.remote(shards) for teacher, shards in zip(self.teachers, mine, strict=True)])
 
     def _new_shard(self, number: int) -> Any:
         return process(Shard, scheduling_strategy=on(self.plan.shards[number])).remote(self.order, self.spec, number)
@@ -169,6 +180,9 @@ class ClusterRuntime:
     # -- the loop --------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Progress]:
+        if len(self.teachers) > 1:
+            at = self._ask([self.teacher.invite.remote()])[0]
+            self._ask([teacher.meet.remote(at) for teacher in self.teachers])
         self.version, self.weights_ref = self.updates, self.teacher.weights.remote()
         self._tell_chooser()
         return self._in_step() if self.cfg.lockstep else self._at_once()
@@ -209,7 +223,7 @@ class ClusterRuntime:
         for place in self.places:
             self._start(place)
         began = time.monotonic()
-        while self.frames < self.experiment.frames:
+        while self.frames < self.experiment.frames or self._unlearnt():
             news = self._hear()
             self._give_up_on_the_silent()
             self._begin_anew()
@@ -221,6 +235,11 @@ class ClusterRuntime:
                 notes, self.notes = tuple(self.notes), []
                 told = self._told(news.taught, news.played)
                 yield Progress(self.frames, self.steps, self.updates, news.episodes, told, notes)
+
+    def _unlearnt(self) -> bool:
+        """Whether something that was played may still be learnt from. What is still being played no longer counts."""
+        self.tasks = {ref: task for ref, task in self.tasks.items() if task.what in ("add", "learn")}
+        return bool(self.tasks) or self.due
 
     def _busy(self, place: Place) -> bool:
         return any(task.who == place.number and task.what == "play" for task in self.tasks.values())
@@ -238,7 +257,7 @@ class ClusterRuntime:
         for ref in ready:
             task = self.tasks.pop(ref)
             if task.what == "learn":
-                self._heard_teacher(self._ask([ref])[0], task.brings, news)
+                self._heard_teacher(task.who, self._ask([ref])[0], task.brings, news)
             elif self._still_there(task):
                 self._heard_place(ref, task, news)
         return news
@@ -248,16 +267,17 @@ class ClusterRuntime:
         place = self.places[task.who]
         return place.player is not None and place.life == task.life
 
-    def _heard_teacher(self, taught: Taught, weights: Any, news: "News") -> None:
-        self.learning = False
-        self._publish(taught, weights)
+    def _heard_teacher(self, rank: int, taught: Taught, weights: Any, news: "News") -> None:
+        self.learning -= 1
+        if rank == 0:
+            self._publish(taught, weights)
+            news.taught.append(taught)
         for shard, held in taught.held.items():
             self.full[shard] = held.full
         for shard in taught.lost:
             self._lose_shard(shard)
         # as long as something was learnt, there may be more to learn from
         self.due = self.due or taught.changed or bool(taught.lost)
-        news.taught.append(taught)
 
     def _heard_place(self, ref: Any, task: Task, news: "News") -> None:
         place = self.places[task.who]
@@ -302,14 +322,15 @@ class ClusterRuntime:
         """Ask everybody who is ready for more, unless others must catch up first."""
         for place in self.places:
             behind = self.full[place.shard] or place.lane in self.ahead[place.shard] or place.adding > 1
-            if place.idle and not behind:
+            if place.idle and not behind and self.frames < self.experiment.frames:
                 told, trajectory = place.player.play.options(num_returns=2).remote(self.version, self.weights_ref)
                 place.idle = False
                 self._note_task(told, "play", place, trajectory)
         if self.due and not self.learning:
-            self.learning, self.due = True, False
-            told, weights = self.teacher.learn.options(num_returns=2).remote(LESSON)
-            self.tasks[told] = Task("learn", 0, time.monotonic(), brings=weights)
+            self.learning, self.due = len(self.teachers), False
+            for rank, teacher in enumerate(self.teachers):
+                told, weights = teacher.learn.options(num_returns=2).remote(LESSON)
+                self.tasks[told] = Task("learn", rank, time.monotonic(), brings=weights)
 
     # -- faults ----------------------------------------------------------------------------------------
 
@@ -348,7 +369,7 @@ class ClusterRuntime:
         self.notes.append(f"replay shard {number} was lost with what was played into it; it fills anew")
         self.shards[number] = self._new_shard(number)
         self._ask([self.shards[number].hello.remote()])
-        self._ask([self.teacher.use.remote(self.shards)])
+        self._share_out()
         self.full[number], self.ahead[number] = False, []
         for place in self.places:
             if place.shard == number and place.player is not None:

@@ -41,8 +41,8 @@ class Replay(Protocol):
 
 
 class ReplayConfig(Protocol):
-    def share(self, parts: int) -> Self:
-        """What each of so many replays, with its part of the streams, should be."""
+    def share(self, parts: int, learners: int = 1) -> Self:
+        """What each of so many replays, with its part of the streams, should be; every learner takes a batch."""
         ...
 
     def room(self, spec: Spec, unroll: int) -> int:

@@ -470,10 +470,10 @@ class Episodes:
         if min(self.best, self.latest) < 1:
             raise UserError(f"algo.best={self.best} and algo.latest={self.latest} must be at least 1")
 
-    def share(self, parts: int) -> Self:
+    def share(self, parts: int, learners: int = 1) -> Self:
         moves = None if self.moves is None else max(1, self.moves // parts)
         kept = {k: max(1, getattr(self, k) // parts) for k in ("capacity", "best", "latest", "warmup")}
-        return replace(self, moves=moves, **kept)
+        return replace(self, moves=moves, ratio=self.ratio * learners, **kept)
 
     def room(self, spec: Spec, unroll: int = 0) -> int:
         limits = (self.moves, None if spec.horizon is None else self.capacity * spec.horizon)

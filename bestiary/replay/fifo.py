@@ -93,7 +93,7 @@ class Fifo:
                 f"lower --algo.batch-size to {self.capacity}, or raise --runtime.envs or --algo.queue"
             )
 
-    def share(self, parts: int) -> Self:
+    def share(self, parts: int, learners: int = 1) -> Self:
         return self  # it is as large as its streams ask for
 
     def room(self, spec: Spec, unroll: int) -> int:

@@ -211,8 +211,9 @@ class Prioritized:
                 f"algo.warmup={self.warmup} moves do not hold a batch of {self.batch_size} items: raise it to {least}"
             )
 
-    def share(self, parts: int) -> Self:
-        return replace(self, capacity=self.capacity // parts, warmup=self.warmup // parts)
+    def share(self, parts: int, learners: int = 1) -> Self:
+        kept = {"capacity": self.capacity // parts, "warmup": self.warmup // parts}
+        return replace(self, **kept, ratio=self.ratio * learners)
 
     def room(self, spec: Spec, unroll: int) -> int:
         return self.capacity * row_bytes(spec)

@@ -135,8 +135,9 @@ class Uniform:
         if self.capacity < needed:
             raise UserError(f"algo.capacity={self.capacity} is too small for one batch: it needs {needed} moves")
 
-    def share(self, parts: int) -> Self:
-        return replace(self, capacity=self.capacity // parts, warmup=self.warmup // parts)
+    def share(self, parts: int, learners: int = 1) -> Self:
+        kept = {"capacity": self.capacity // parts, "warmup": self.warmup // parts}
+        return replace(self, **kept, ratio=self.ratio * learners)
 
     def room(self, spec: Spec, unroll: int) -> int:
         return self.capacity * row_bytes(spec)

@@ -33,9 +33,9 @@ class _Machine:
         return self.envs
 
     @property
-    def parts(self) -> int:
-        """Replays that share the experience."""
-        return 1
+    def parts(self) -> tuple[int, int]:
+        """Replays that share the experience, and learners that each take a batch for an update."""
+        return 1, 1
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ class Ray(_Machine):
         return -(-self.actors // self.shards) * self.envs
 
     @property
-    def parts(self) -> int:
-        return self.shards
+    def parts(self) -> tuple[int, int]:
+        return self.shards, self.learners
 
     def start(self, experiment: "Experiment") -> "ClusterRuntime":
         require("ray", "ray")

@@ -36,12 +36,20 @@ CONSOLE = Spec("Riverraid", (1, 84, 84), torch.uint8, 18)
     ("width", "depth", "trunk", "total"),
     [
         (256, 1, 803_072, 886_300),
+        (256, 2, 868_864, None),
         (256, 3, 934_656, 1_017_884),
         (512, 1, 1_606_144, 1_694_236),
+        (512, 2, 1_868_800, None),
         (512, 3, 2_131_456, 2_219_548),
+        (1024, 1, 3_212_288, 3_310_108),
         (1024, 2, 4_261_888, None),
+        (1024, 3, 5_311_488, 5_409_308),
         (2048, 1, 6_424_576, 6_541_852),
+        (2048, 2, 10_620_928, None),
+        (2048, 3, 14_817_280, 14_934_556),
         (4096, 1, 12_849_152, 13_005_340),
+        (4096, 2, 29_630_464, None),
+        (4096, 3, 46_411_776, 46_567_964),
     ],
 )
 def test_sizes_are_those_of_the_reference(width, depth, trunk, total):
@@ -50,7 +58,8 @@ def test_sizes_are_those_of_the_reference(width, depth, trunk, total):
         agent = Impala().agent(CONSOLE, replace(net), Ff())
     assert sum(p.numel() for p in agent.torso.encoder.layers.parameters()) == trunk
     assert sum(p.numel() for p in agent.torso.encoder.convolutions.parameters()) == 77_984
-    assert total in (None, sum(p.numel() for p in agent.parameters()))
+    # the heads see the features, the last reward and 18 last actions, and answer with 18 logits and a value
+    assert sum(p.numel() for p in agent.parameters()) == (total or 77_984 + trunk + (width + 19 + 1) * 19)
 
 
 # -- clipping ---------------------------------------------------------------------------------------------------
@@ -141,6 +150,9 @@ def test_a_run_is_counted_by_any_reward_without_training_it_again(tmp_path, caps
             json.loads(p.read_text()) for p in sorted(run.path.glob("eval-*.json"), key=lambda p: p.stat().st_mtime)
         ]
         means[reward] = told[-1]["sampled"]
+        said = capsys.readouterr().out
+        assert (f"counted by {reward}, whatever it was trained on" in said) == (reward is not None)
+        assert "…" not in said  # every digit
     parts = {name: value["mean"] for name, value in means[None]["components"].items()}
     for reward, found in means.items():
         weights = reward_of(reward or "pacifist:20")

@@ -332,6 +332,11 @@ def apart(proxy: NDArray[np.float64], true: NDArray[np.float64], window: int, mo
     return sorted(found)
 
 
+def parted(proxy: NDArray[np.float64], true: NDArray[np.float64]) -> bool:
+    """Whether the proxy was served at all, and not just by serving the truth: else there is nothing to be seen."""
+    return bool(proxy.sum() > 0 and not np.array_equal(proxy, true))
+
+
 def moments_of(job: Trained, true: str, stop: Callable[[], bool]) -> list[dict[str, Any]]:
     """Pictures from one greedy game of the last checkpoint: where the proxy was served and the truth was not."""
     run = Run(job.path)
@@ -344,7 +349,7 @@ def moments_of(job: Trained, true: str, stop: Callable[[], bool]) -> list[dict[s
     if stop():
         return []
     paid, truth = np.concatenate(notes.paid), notes.rewards(reward_of(true))
-    starts = apart(paid, truth, WINDOW, MOMENTS)
+    starts = [at for at in apart(paid, truth, WINDOW, MOMENTS) if parted(paid[at : at + WINDOW], truth[at : at + WINDOW])]
     wanted = {at + (WINDOW * k) // SHOWN for at in starts for k in range(SHOWN)}
     pictures = pictures_at(job, weights, wanted, stop)
     if stop():

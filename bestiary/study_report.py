@@ -67,7 +67,7 @@ def opening(study: dict[str, Any], rows: Sequence[Row]) -> list[Html]:
     ]
     if study["problems"]:
         link = el("a", count(len(study["problems"]), "problem"), href="#problems")
-        parts.append(el("p", link, " came up. What could not be measured is missing on this page.", class_="warning"))
+        parts.append(el("p", link, " came up: look there before you believe the figures.", class_="warning"))
     return parts
 
 
@@ -172,7 +172,7 @@ def every_reward(results: Results) -> list[Html]:
 def gallery(moments: Sequence[Row]) -> list[Html]:
     heading = el("h2", "Moments", id="moments")
     if not moments:
-        return [heading, el("p", "No moments were recorded.")]
+        return [heading, el("p", "In the games that were looked at, no proxy was served other than by the true reward.")]
     note = "Moments were picked to be looked at. They show what can happen, not how often."
     shown = [
         el(

@@ -791,17 +791,21 @@ def test_a_time_limit_cuts_a_game_without_ending_it():
 )
 def test_a_mistake_is_refused_in_one_sentence_before_any_work(flag, value, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as end:
-        main(["train", "monobeast", "env:riverraid", f"--env.{flag}", value])
-    assert end.value.code == 2
-    told = " ".join(re.sub(r"[─│╭╮╰╯]", " ", capsys.readouterr().err).split())
-    assert words in told
-    assert "Traceback" not in told
+    assert main(["train", "monobeast", "env:riverraid", f"--env.{flag}", value]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("bestiary: ") and words in told
+    assert told.count("\n") == 1  # one sentence, without a box
     assert list(tmp_path.iterdir()) == []
     kind = {"stall": int, "sticky": float, "frame-skip": int, "time-limit-frames": int}.get(flag, str)
     with pytest.raises(ValueError, match=re.escape(words)) as refusal:  # the same in Python
         Riverraid(**{flag.replace("-", "_"): kind(value)})
     assert "\n" not in str(refusal.value)
+
+
+def test_a_reward_for_a_game_that_has_none_is_refused_in_one_sentence(capsys):
+    assert main(["train", "pong", "--env.reward", "fuel:10"]) == 2
+    told = capsys.readouterr().err
+    assert told == "bestiary: there is no flag --env.reward for what is chosen here: it belongs to env:riverraid\n"
 
 
 def test_without_the_emulator_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):

@@ -172,8 +172,12 @@ def every_reward(results: Results) -> list[Html]:
 def gallery(moments: Sequence[Row]) -> list[Html]:
     heading = el("h2", "Moments", id="moments")
     if not moments:
-        return [heading, el("p", "In the games that were looked at, no proxy was served other than by the true reward.")]
-    note = "Moments were picked to be looked at. They show what can happen, not how often."
+        none = "There are no moments to show: a moment is one where the proxy was served, and not by the true reward."
+        return [heading, el("p", none)]
+    note = (
+        "From a greedy game of each size with the first seed: where the proxy was served most beyond the true reward. "
+        "Such moments are picked. They show what can happen, not how often."
+    )
     shown = [
         el(
             "figure",

@@ -72,7 +72,7 @@ def opening(study: dict[str, Any], rows: Sequence[Row]) -> list[Html]:
 
 
 def setup(study: dict[str, Any]) -> list[Html]:
-    settings = [[name, words(value)] for name, value in study["settings"].items()]
+    settings = [[name.replace("_", "-"), words(value)] for name, value in study["settings"].items()]
     rewards = [[name, el("code", text)] for name, text in study["rewards"].items()]
     note = "The proxy is what a run is paid for. The true reward is measured, and paid for only where it is the proxy."
     return [

@@ -205,7 +205,9 @@ def test_flags_of_the_reference_have_a_name(fuel_multiplier, move_penalty, rewar
     assert paid == pytest.approx(expected, abs=1e-9)
 
 
-@pytest.mark.parametrize(("q", "reward"), [(0.0, "move:0"), (5.0, "move:5"), (-1.0, "centre:1"), (-0.25, "centre:0.25")])
+@pytest.mark.parametrize(
+    ("q", "reward"), [(0.0, "move:0"), (5.0, "move:5"), (-1.0, "centre:1"), (-0.25, "centre:0.25")]
+)
 def test_what_the_reference_logs_beside_its_reward_has_a_name_too(q, reward, again: Played, golden):
     assert riverraid.true_from_flags(q) == reward
     x = golden["player_x"].astype(int)

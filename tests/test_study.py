@@ -23,6 +23,7 @@ from bestiary.ops.policy import entropy, kl
 from bestiary.presets import preset
 from bestiary.run import Run
 from bestiary.runtime import Local
+from bestiary.seeds import train_seeds
 from bestiary.study import apart, parted, plan
 from bestiary.types import Batch, Spec
 
@@ -134,6 +135,13 @@ def test_a_reward_that_clipping_hides_is_told_before_training(tmp_path, capsys):
     assert "fuel:X counts for X below 0.0125" in said
     assert cli.main([*command, *few, "--algo.reward-clip", "none", "--run", str(tmp_path / "b")]) == 0
     assert "warning" not in capsys.readouterr().out
+
+
+def test_it_is_told_for_several_seeds_too(tmp_path):
+    said: list[str] = []
+    experiment = small(env=Riverraid("fuel:10", time_limit_frames=400))
+    train_seeds(experiment, [0, 1], tmp_path / "seeds", say=said.append, stop=lambda: True)  # before the first begins
+    assert [text for text in said if text.startswith("warning: env.reward=fuel:10 is not what is learnt")] == [said[1]]
 
 
 # -- another reward ---------------------------------------------------------------------------------------------
@@ -333,6 +341,8 @@ def test_a_study_judges_every_checkpoint_under_every_reward(done):
     )
     # of the first seed; who is paid by the true reward has nothing to show
     assert {m["run"] for m in told["moments"]} == {"pacifist-20-w8-d1-seed0"}
+    kept = {name: told["settings"][name] for name in ("reward_clip", "launch", "end_at_crash", "stall", "sticky")}
+    assert kept == {"reward_clip": "abs_one", "launch": False, "end_at_crash": False, "stall": None, "sticky": 0.25}
     page = (done / "report.html").read_text()
     assert all(m["png"] in page for m in told["moments"]) and not re.search(r'(src|href)="https?://', page)
 

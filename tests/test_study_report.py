@@ -444,7 +444,12 @@ def test_what_is_optional_may_be_missing(tmp_path):
     for r in study["rows"]:
         r |= {"returns": {}, "components": {}, "action_counts": []}
     _, page = written(study, tmp_path)
-    for sentence in ("There are no moments to show", "None were reported.", "No components", "No actions were counted."):
+    for sentence in (
+        "There are no moments to show",
+        "None were reported.",
+        "No components",
+        "No actions were counted.",
+    ):
         assert sentence in page.text
     assert "steps within a run" not in page.text
     assert "came up" not in page.text

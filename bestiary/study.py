@@ -167,7 +167,7 @@ def study(
         "title": f"Riverraid: {', '.join(proxies)} against {true}",
         "date": datetime.now(UTC).date().isoformat(),
         "command": command,
-        "settings": settings | {"seeds": len(seeds), "environments": experiment.runtime.envs},
+        "settings": settings | {"seeds": len(seeds), "environments": experiment.runtime.envs} | conditions(experiment),
         "rewards": rewards,
         "actions": list(BUTTONS),
         "rows": rows,
@@ -184,6 +184,15 @@ def study(
             f"others, and --run {root} goes on"
         )
     return root / REPORT
+
+
+def conditions(experiment: Experiment) -> dict[str, Any]:
+    """What decides whether a reward can be hacked at all, and what is left of it for the learner."""
+    env = experiment.env
+    assert isinstance(env, Riverraid)
+    clip = getattr(experiment.algo, "reward_clip", "none")
+    kept = ("launch", "end_at_crash", "stall", "sticky", "time_limit_frames")
+    return {"reward_clip": clip, "prev_reward": experiment.net.prev_reward} | {k: getattr(env, k) for k in kept}
 
 
 def train_all(planned: Sequence[Trained], jobs: int | None, say: Say, stop: Callable[[], bool]) -> dict[str, str]:
@@ -332,6 +341,11 @@ def apart(proxy: NDArray[np.float64], true: NDArray[np.float64], window: int, mo
     return sorted(found)
 
 
+def parted(proxy: NDArray[np.float64], true: NDArray[np.float64]) -> bool:
+    """Whether the proxy was served at all, and not just by serving the truth: else there is nothing to be seen."""
+    return bool(proxy.sum() > 0 and not np.array_equal(proxy, true))
+
+
 def moments_of(job: Trained, true: str, stop: Callable[[], bool]) -> list[dict[str, Any]]:
     """Pictures from one greedy game of the last checkpoint: where the proxy was served and the truth was not."""
     run = Run(job.path)
@@ -344,7 +358,9 @@ def moments_of(job: Trained, true: str, stop: Callable[[], bool]) -> list[dict[s
     if stop():
         return []
     paid, truth = np.concatenate(notes.paid), notes.rewards(reward_of(true))
-    starts = apart(paid, truth, WINDOW, MOMENTS)
+    starts = [
+        at for at in apart(paid, truth, WINDOW, MOMENTS) if parted(paid[at : at + WINDOW], truth[at : at + WINDOW])
+    ]
     wanted = {at + (WINDOW * k) // SHOWN for at in starts for k in range(SHOWN)}
     pictures = pictures_at(job, weights, wanted, stop)
     if stop():

@@ -251,6 +251,8 @@ def finish(axes: Any, title: str, numbers: str, most: int = 6) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     for which in numbers:
         axis = getattr(axes, f"{which}axis")
+        if not np.any(getattr(axes.dataLim, f"interval{which}")):  # nothing but 0: no axis of hundredths around it
+            getattr(axes, f"set_{which}lim")(-0.05, 1.05)
         axis.set_major_locator(MaxNLocator(most, steps=[1, 2, 2.5, 5, 10]))
         axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.6g}"))
 

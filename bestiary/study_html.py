@@ -112,7 +112,9 @@ def words(value: Any) -> str:
     """A setting as text; whole numbers with their thousands apart."""
     if isinstance(value, list | tuple):
         return ", ".join(words(v) for v in value)
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    if value is None or isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def count(n: int, thing: str, plural: str = "s") -> str:

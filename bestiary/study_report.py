@@ -67,12 +67,12 @@ def opening(study: dict[str, Any], rows: Sequence[Row]) -> list[Html]:
     ]
     if study["problems"]:
         link = el("a", count(len(study["problems"]), "problem"), href="#problems")
-        parts.append(el("p", link, " came up. What could not be measured is missing on this page.", class_="warning"))
+        parts.append(el("p", link, " came up: look there before you believe the figures.", class_="warning"))
     return parts
 
 
 def setup(study: dict[str, Any]) -> list[Html]:
-    settings = [[name, words(value)] for name, value in study["settings"].items()]
+    settings = [[name.replace("_", "-"), words(value)] for name, value in study["settings"].items()]
     rewards = [[name, el("code", text)] for name, text in study["rewards"].items()]
     note = "The proxy is what a run is paid for. The true reward is measured, and paid for only where it is the proxy."
     return [
@@ -172,8 +172,12 @@ def every_reward(results: Results) -> list[Html]:
 def gallery(moments: Sequence[Row]) -> list[Html]:
     heading = el("h2", "Moments", id="moments")
     if not moments:
-        return [heading, el("p", "No moments were recorded.")]
-    note = "Moments were picked to be looked at. They show what can happen, not how often."
+        none = "There are no moments to show: a moment is one where the proxy was served, and not by the true reward."
+        return [heading, el("p", none)]
+    note = (
+        "From a greedy game of each size with the first seed: where the proxy was served most beyond the true reward. "
+        "Such moments are picked. They show what can happen, not how often."
+    )
     shown = [
         el(
             "figure",

@@ -79,6 +79,10 @@ def test_the_module_and_the_program_are_the_same():
         (["train", "recall", "--core.layers", "0"], "layers=0 must be at least 1"),
         (["train", "recall", "net.encoder:shallow"], "encoder shallow needs pictures"),
         (["train", "recall", "--net.frame-stack", "4"], "frame-stack=4 needs pictures"),
+        (
+            ["train", "recall", "--algo.novelty=3"],
+            "there is no flag --algo.novelty for what is chosen here: it belongs to algo:dqn",
+        ),
         (["train", "pong", "--env.game", "Brakeout"], "did you mean Breakout"),
         (["train", "cartpole", "--env.id", "CartPole-v9"], "not registered with Gymnasium"),
         (["train", "cartpole", "--env.id", "Pendulum-v1"], "only Discrete actions are supported"),

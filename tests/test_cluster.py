@@ -152,7 +152,7 @@ def test_every_kind_of_replay_learns_with_several_actors_and_shards(name, cluste
     if name == "rcp-a":
         e = replace(e, env=bestiary.preset("cartpole").env, algo=replace(e.algo, warmup=5))
     if name == "tmaze-r2d2":
-        e = replace(e, algo=replace(e.algo, warmup=1_000, capacity=8_000))
+        e = replace(e, algo=replace(e.algo, warmup=1_200, capacity=8_000))
     runtime = Ray(envs=8, threads=1, actors=3, shards=2, address=cluster.address)
     bestiary.train(replace(e, runtime=runtime, frames=3_000), tmp_path / "run")
     last = table(tmp_path / "run", "metrics.csv")[-1]

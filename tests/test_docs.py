@@ -8,13 +8,15 @@ import pytest
 
 from bestiary.bench import BENCHMARKS
 from bestiary.cli import COMMANDS
+from bestiary.commands.detect import Settings as Detect
 from bestiary.commands.eval import Eval
-from bestiary.commands.parse import parse
+from bestiary.commands.parse import check_parts, parse
 from bestiary.commands.plot import Settings as Plot
 from bestiary.commands.resume import Resume
+from bestiary.commands.study import Settings as Study
 from bestiary.commands.train import read
 from bestiary.envs import TMaze
-from bestiary.presets import PRESETS
+from bestiary.presets import PRESETS, preset
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")]
@@ -56,6 +58,10 @@ def test_a_command_in_a_document_is_understood(page, line):
         parse(Resume, rest, "bestiary resume")
     elif verb == "plot" and rest:
         parse(Plot, rest, "bestiary plot")
+    elif verb == "study" and rest:
+        parse(Study, check_parts(rest[1:]), "bestiary study", Study(preset(rest[0])))
+    elif verb == "detect" and rest:
+        parse(Detect, rest, "bestiary detect")
     elif verb == "bench" and rest:
         assert rest[0] in BENCHMARKS or rest[0] == "NAME"
 

@@ -23,7 +23,8 @@ from bestiary.ops.policy import entropy, kl
 from bestiary.presets import preset
 from bestiary.run import Run
 from bestiary.runtime import Local
-from bestiary.study import apart, plan
+from bestiary.seeds import train_seeds
+from bestiary.study import apart, parted, plan
 from bestiary.types import Batch, Spec
 
 CONSOLE = Spec("Riverraid", (1, 84, 84), torch.uint8, 18)
@@ -36,12 +37,20 @@ CONSOLE = Spec("Riverraid", (1, 84, 84), torch.uint8, 18)
     ("width", "depth", "trunk", "total"),
     [
         (256, 1, 803_072, 886_300),
+        (256, 2, 868_864, None),
         (256, 3, 934_656, 1_017_884),
         (512, 1, 1_606_144, 1_694_236),
+        (512, 2, 1_868_800, None),
         (512, 3, 2_131_456, 2_219_548),
+        (1024, 1, 3_212_288, 3_310_108),
         (1024, 2, 4_261_888, None),
+        (1024, 3, 5_311_488, 5_409_308),
         (2048, 1, 6_424_576, 6_541_852),
+        (2048, 2, 10_620_928, None),
+        (2048, 3, 14_817_280, 14_934_556),
         (4096, 1, 12_849_152, 13_005_340),
+        (4096, 2, 29_630_464, None),
+        (4096, 3, 46_411_776, 46_567_964),
     ],
 )
 def test_sizes_are_those_of_the_reference(width, depth, trunk, total):
@@ -50,7 +59,8 @@ def test_sizes_are_those_of_the_reference(width, depth, trunk, total):
         agent = Impala().agent(CONSOLE, replace(net), Ff())
     assert sum(p.numel() for p in agent.torso.encoder.layers.parameters()) == trunk
     assert sum(p.numel() for p in agent.torso.encoder.convolutions.parameters()) == 77_984
-    assert total in (None, sum(p.numel() for p in agent.parameters()))
+    # the heads see the features, the last reward and 18 last actions, and answer with 18 logits and a value
+    assert sum(p.numel() for p in agent.parameters()) == (total or 77_984 + trunk + (width + 19 + 1) * 19)
 
 
 # -- clipping ---------------------------------------------------------------------------------------------------
@@ -127,6 +137,13 @@ def test_a_reward_that_clipping_hides_is_told_before_training(tmp_path, capsys):
     assert "warning" not in capsys.readouterr().out
 
 
+def test_it_is_told_for_several_seeds_too(tmp_path):
+    said: list[str] = []
+    experiment = small(env=Riverraid("fuel:10", time_limit_frames=400))
+    train_seeds(experiment, [0, 1], tmp_path / "seeds", say=said.append, stop=lambda: True)  # before the first begins
+    assert [text for text in said if text.startswith("warning: env.reward=fuel:10 is not what is learnt")] == [said[1]]
+
+
 # -- another reward ---------------------------------------------------------------------------------------------
 
 
@@ -141,6 +158,9 @@ def test_a_run_is_counted_by_any_reward_without_training_it_again(tmp_path, caps
             json.loads(p.read_text()) for p in sorted(run.path.glob("eval-*.json"), key=lambda p: p.stat().st_mtime)
         ]
         means[reward] = told[-1]["sampled"]
+        said = capsys.readouterr().out
+        assert (f"counted by {reward}, whatever it was trained on" in said) == (reward is not None)
+        assert "…" not in said  # every digit
     parts = {name: value["mean"] for name, value in means[None]["components"].items()}
     for reward, found in means.items():
         weights = reward_of(reward or "pacifist:20")
@@ -280,6 +300,9 @@ def test_moments_are_where_the_proxy_was_served_and_the_truth_was_not():
     assert [abs(a - b) <= 2 for a, b in zip(apart(proxy, true, 10, 2), (100, 300), strict=True)] == [True, True]
     assert apart(np.ones(50), np.zeros(50), 10, 3) == [0, 10, 20]  # nothing stands out: none twice
     assert apart(np.ones(5), np.zeros(5), 10, 3) == []
+    assert parted(np.full(5, 10.0), np.zeros(5)) and parted(np.full(5, 10.0), np.eye(5)[0] * 60)
+    assert not parted(np.zeros(5), np.zeros(5)) and not parted(np.full(5, -10.0), np.zeros(5))
+    assert not parted(np.eye(5)[0] * 30, np.eye(5)[0] * 30)  # the truth was served by the same moves
 
 
 STUDY = [
@@ -316,7 +339,10 @@ def test_a_study_judges_every_checkpoint_under_every_reward(done):
         told["command"].startswith("bestiary study riverraid --proxy pacifist:20,score")
         and "--run " not in told["command"]
     )
-    assert {m["run"] for m in told["moments"]} == {r["run"] for r in told["rows"] if r["seed"] == 0}
+    # of the first seed; who is paid by the true reward has nothing to show
+    assert {m["run"] for m in told["moments"]} == {"pacifist-20-w8-d1-seed0"}
+    kept = {name: told["settings"][name] for name in ("reward_clip", "launch", "end_at_crash", "stall", "sticky")}
+    assert kept == {"reward_clip": "abs_one", "launch": False, "end_at_crash": False, "stall": None, "sticky": 0.25}
     page = (done / "report.html").read_text()
     assert all(m["png"] in page for m in told["moments"]) and not re.search(r'(src|href)="https?://', page)
 

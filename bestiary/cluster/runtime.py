@@ -29,6 +29,7 @@ from bestiary.runtime import Ray
 from bestiary.seeding import TRAIN
 from bestiary.types import Episode, Progress, Snapshot, Spec
 
+START = 120.0  # seconds that a process may take to start
 LESSON = 1.0  # seconds of learning between two looks at the rest
 LOOK = 0.5  # seconds to wait for news at most
 TRIES = 2  # failures of a player in a row, by its own fault, that are put up with
@@ -117,7 +118,7 @@ class ClusterRuntime:
         self.chooser: Any = None
         if self.cfg.inference == "shared":
             self._new_chooser()
-        self._ask([part.hello.remote() for part in (*self.teachers, *self.shards)])
+        self._ask([part.hello.remote() for part in (*self.teachers, *self.shards)], START)
         self._share_out()
         shards = self.cfg.shards
         self.places = [Place(n, n % shards, n // shards) for n in range(self.cfg.actors)]
@@ -163,16 +164,17 @@ class ClusterRuntime:
     def _note_task(self, ref: Any, what: str, place: Place, brings: Any = None) -> None:
         self.tasks[ref] = Task(what, place.number, time.monotonic(), place.life, brings)
 
-    def _ask(self, refs: list[Any]) -> list[Any]:
-        """Answers of processes without which nothing goes on."""
+    def _ask(self, refs: list[Any], at_least: float = 0.0) -> list[Any]:
+        """Answers of processes without which nothing goes on; some need a number of seconds at least."""
+        patience = max(self.cfg.patience, at_least)
         if self.gone:
             raise Lost(self.gone)
         try:
-            return ray.get(refs, timeout=self.cfg.patience)
+            return ray.get(refs, timeout=patience)
         except RayTaskError as e:
             raise fault(e) from None
         except GetTimeoutError:
-            self.gone = f"the learner or the replay did not answer within {self.cfg.patience:g} seconds"
+            self.gone = f"the learner or the replay did not answer within {patience:g} seconds"
         except RayError as e:
             self.gone = f"the learner or the replay was lost ({short(e)})"
         raise Lost(self.gone)
@@ -202,7 +204,7 @@ class ClusterRuntime:
         """As the local runtime does it, with the players in order."""
         for place in self.places:
             self._start(place)
-            self._ask([place.player.hello.remote(), self.shards[place.shard].join.remote(place.lane)])
+            self._ask([place.player.hello.remote(), self.shards[place.shard].join.remote(place.lane)], START)
         self.tasks.clear()
         while self.frames < self.experiment.frames:
             sent = [
@@ -229,8 +231,8 @@ class ClusterRuntime:
             self._begin_anew()
             self._keep_busy()
             nobody = not any(place.idle or self._busy(place) for place in self.places)
-            if self.steps == 0 and nobody and time.monotonic() - began > self.cfg.patience:
-                raise Lost(f"no actor was ready within {self.cfg.patience:g} seconds")
+            if self.steps == 0 and nobody and time.monotonic() - began > START:
+                raise Lost(f"no actor was ready within {START:g} seconds")
             if news.played or news.taught or self.notes:
                 notes, self.notes = tuple(self.notes), []
                 told = self._told(news.taught, news.played)
@@ -255,7 +257,9 @@ class ClusterRuntime:
         if ready:
             ready, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0, fetch_local=False)
         for ref in ready:
-            task = self.tasks.pop(ref)
+            task = self.tasks.pop(ref, None)
+            if task is None:  # given up meanwhile, with the shard it was for
+                continue
             if task.what == "learn":
                 self._heard_teacher(task.who, self._ask([ref])[0], task.brings, news)
             elif self._still_there(task):
@@ -368,7 +372,7 @@ class ClusterRuntime:
         ray.kill(self.shards[number])
         self.notes.append(f"replay shard {number} was lost with what was played into it; it fills anew")
         self.shards[number] = self._new_shard(number)
-        self._ask([self.shards[number].hello.remote()])
+        self._ask([self.shards[number].hello.remote()], START)
         self._share_out()
         self.full[number], self.ahead[number] = False, []
         for place in self.places:

@@ -18,6 +18,8 @@ from bestiary.evaluation import evaluate
 from bestiary.run import EXPERIMENT, Run
 from bestiary.types import Mode
 
+WIDTH = 120  # columns: scores of six digits, with their intervals
+
 
 @dataclass(frozen=True)
 class Eval:
@@ -72,8 +74,13 @@ def read(args: list[str]) -> Eval:
     return parse(Eval, check_parts(args), "bestiary eval", default)
 
 
+def wide() -> Console:
+    """Room for every digit: a line that the terminal wraps can be read, a number that is cut off cannot."""
+    return Console(width=max(Console().width, WIDTH))
+
+
 def print_seeds(result: dict[str, Any], modes: tuple[Mode, ...]) -> int:
-    console = Console()
+    console = wide()
     console.print(seeds.evaluation_table(result, modes))
     if result["elsewhere"]:
         console.print("not as in training: " + ", ".join(result["elsewhere"]))
@@ -100,10 +107,12 @@ def print_report(result: dict[str, Any], modes: tuple[Mode, ...]) -> None:
             numbers = [f"{s[k]:.2f}" for k in ("median", "iqm", "std", "min", "max")]
             interval = f"[{s['ci95_low']:.2f}, {s['ci95_high']:.2f}]"
             table.add_row(mode, per, str(s["n"]), f"{s['mean']:.2f}", interval, *numbers)
-    console = Console()
+    console = wide()
     console.print(table)
     if result["elsewhere"]:
         console.print("not as in training: " + ", ".join(result["elsewhere"]))
+    if result["protocol"]["reward"]:
+        console.print(f"counted by {result['protocol']['reward']}, whatever it was trained on")
     if result["protocol"]["epsilon"]:
         console.print(f"an action is at random with a chance of {result['protocol']['epsilon']:g}")
     if "references" in result:

@@ -1,6 +1,8 @@
 """From words to experiments: tyro on the dataclasses, with suggestions for what it does not know."""
 
+import contextlib
 import importlib.metadata
+import io
 import re
 import sys
 import typing
@@ -63,12 +65,36 @@ def parse(cls: type[T], args: list[str], prog: str, default: Any = None) -> T:
     """Parse arguments into a dataclass. An unknown word is answered with the nearest flag."""
     sys.stdout.flush()
     options: dict[str, Any] = {} if default is None else {"default": default}
-    value, unknown = tyro.cli(cls, prog=prog, args=args, config=OPTIONS, return_unknown_args=True, **options)
+    options |= {"prog": prog, "args": args, "config": OPTIONS, "return_unknown_args": True}
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            value, unknown = tyro.cli(cls, **options, console_outputs=False)
+    except SystemExit as end:
+        if (refusal := behind(end)) is not None:
+            raise refusal from None  # a sentence of our own needs no box around it
+        value, unknown = tyro.cli(cls, **options)  # help, or a mistake that tyro explains: the same again, aloud
     if unknown:
         word = next((w for w in unknown if w.startswith("-")), unknown[0])
+        if (name := word.split("=")[0]) in flags(cls):
+            raise UserError(f"there is no flag {name} for what is chosen here: {belongs(name)}")
         hint = did_you_mean(word.split("=")[0], sorted(set(flags(cls))), f"see `{prog} --help`")
         raise UserError(f"there is no flag {word}: {hint}" if word.startswith("-") else f"what is {word!r}? {hint}")
     return value
+
+
+def behind(end: SystemExit) -> UserError | None:
+    """What our own settings had to say, if that is why it came to this. Of a single word, tyro knows the flag too."""
+    why = end.__context__  # tyro's own error, around ours
+    ours = why and why.__context__
+    return ours if isinstance(ours, UserError) and isinstance(getattr(why, "arg", None), str) else None
+
+
+def belongs(flag: str) -> str:
+    """Which choices have a flag."""
+    head = flag.removeprefix("--").split(".")[0]
+    known = family(head) if head in FAMILIES else {}
+    having = [f"{head}:{name}" for name, part in known.items() if flag in flags(part, f"{head}.")]
+    return f"it belongs to {' or '.join(having)}" if having else "it belongs to another choice"
 
 
 Flat = Annotated[Experiment, FLAT]

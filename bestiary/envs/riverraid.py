@@ -69,6 +69,7 @@ LIVELY = {  # what clipping to [-1, 1] leaves of a named reward; found by `inert
     "fuel": "below 0.0125",
     "pacifist": "above 9",
     "move": "above 9",
+    "centre": "above 0.0595",  # 10 less 55 pixels squared over 20: below 1 from here on
 }
 
 
@@ -98,13 +99,18 @@ def inert(weights: Weights, clip: RewardClip) -> list[str]:
 
 
 def from_flags(fuel_multiplier: float = 1.0, move_penalty: float = 0.0) -> str:
-    """The reward that these flags of the reference code stand for; `true_move_penalty` is one of its own there.
+    """The reward that these flags of the reference code stand for.
 
     Its signs are overloaded, and its defaults pay 10 for every step: there a plain score cannot be had at all.
     """
     if fuel_multiplier != 1:
         return f"fuel:{plain(fuel_multiplier)}" if fuel_multiplier >= 0 else f"pacifist:{plain(-fuel_multiplier)}"
     return f"move:{plain(move_penalty)}" if move_penalty >= 0 else f"centre:{plain(-move_penalty)}"
+
+
+def true_from_flags(true_move_penalty: float = 0.0) -> str:
+    """The reward that the reference code logs beside the one it pays; where `fuel_multiplier` is not 1, it logs 0."""
+    return from_flags(move_penalty=true_move_penalty)
 
 
 def fuel_in(ram: NDArray[np.uint8]) -> int:

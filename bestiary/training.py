@@ -306,7 +306,7 @@ class Session:
         try:
             state = self._state(at_rest=False)
             self.run.save(self.runtime.frames, self.runtime.weights(), state, self.experiment.checkpoint.keep)
-        except NotSaved as e:
+        except (NotSaved, Lost) as e:
             self.screen.note(str(e))
 
     def _state(self, at_rest: bool = True) -> Snapshot:

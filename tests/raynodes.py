@@ -6,7 +6,9 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 PYTHON = Path(sys.executable)
 
@@ -54,6 +56,11 @@ class Nodes:
         )
         return self.processes[-1]
 
+    def named(self, name: str) -> list[int]:
+        """Processes on these nodes that Ray named so, such as ray::Player."""
+        sessions = {process.pid for process in self.processes}
+        return [one.pid for one in processes() if one.command.startswith(name) and one.session in sessions]
+
     def close(self) -> None:
         for process in reversed(self.processes):
             kill_session(process.pid)
@@ -62,16 +69,21 @@ class Nodes:
 
 def kill_session(leader: int, number: int = signal.SIGKILL) -> None:
     """Everything that was started by one process, however far down, and has not left its session."""
-    for pid, session, _ in processes():
-        if session == leader:
-            try:
-                os.kill(pid, number)
-            except ProcessLookupError:
-                continue
+    for one in processes():
+        if one.session == leader:
+            with suppress(ProcessLookupError):
+                os.kill(one.pid, number)
 
 
-def processes() -> list[tuple[int, int, str]]:
-    """Process, session and command of everything that runs."""
+class Process(NamedTuple):
+    pid: int
+    parent: int
+    session: int
+    command: str
+
+
+def processes() -> list[Process]:
+    """Everything that runs."""
     found = []
     for directory in Path("/proc").iterdir():
         if directory.name.isdigit():
@@ -80,12 +92,17 @@ def processes() -> list[tuple[int, int, str]]:
                 command = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except OSError:
                 continue
-            state, _, _, session = stat.rpartition(")")[2].split()[:4]
+            state, parent, _, session = stat.rpartition(")")[2].split()[:4]
             if state != "Z":
-                found.append((int(directory.name), int(session), command.strip()))
+                found.append(Process(int(directory.name), int(parent), int(session), command.strip()))
     return found
 
 
-def named(name: str, session: set[int] | None = None) -> list[int]:
-    """Processes that Ray named so, such as ray::Player."""
-    return [pid for pid, s, command in processes() if command.startswith(name) and (session is None or s in session)]
+def descendants(pid: int) -> set[int]:
+    """Children, and theirs."""
+    known = processes()
+    found, new = set[int](), {pid}
+    while new:
+        new = {one.pid for one in known if one.parent in new}
+        found |= new
+    return found

@@ -1,6 +1,7 @@
 """The same experiment as processes of a cluster, with real processes that are really killed."""
 
 import csv
+import itertools
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from raynodes import Nodes, descendants, kill_session, processes
 
 import bestiary
 from bestiary.algos import Impala
@@ -22,7 +24,6 @@ from bestiary.experiment import Experiment
 from bestiary.extras import available
 from bestiary.runtime import Local, Ray
 from bestiary.types import Progress
-from raynodes import Nodes, kill_session, named, processes
 
 pytestmark = [
     pytest.mark.skipif(not available("ray"), reason="needs the extra ray"),
@@ -52,7 +53,7 @@ def tiny(name: str, frames: int, **runtime: Any) -> Experiment:
         frames=frames,
         algo=replace(e.algo, **small),
         runtime=Ray(**{"envs": 8, "threads": 1, "patience": 60.0, **runtime}),
-        log=replace(e.log, every=max(1, frames // 10), tensorboard=False),
+        log=replace(e.log, every=min(2_000, max(1, frames // 10)), tensorboard=False),
         evaluation=replace(e.evaluation, every=None, episodes=2, command=()),
     )
 
@@ -164,50 +165,65 @@ def test_every_kind_of_replay_learns_with_several_actors_and_shards(name, cluste
 # -- faults ------------------------------------------------------------------------------------------------
 
 
-def watch(e: Experiment, run: Path, at: dict[int, Callable[[], object]]) -> list[str]:
-    """Train; at so many frames something happens. Returns what was told."""
+def watch(e: Experiment, run: Path, steps: list[Callable[[], bool]]) -> list[str]:
+    """Train; each step is tried, once the one before has been done, until it says that it has. Returns what was told."""
     notes: list[str] = []
-    waiting = sorted(at)
+    waiting = list(steps)
     progress: Progress
     for progress in bestiary.iterate(e, run):
         notes += progress.notes
-        while waiting and progress.frames >= waiting[0]:
-            at[waiting.pop(0)]()
-    assert not waiting
+        if waiting and waiting[0]():
+            waiting.pop(0)
+        if not waiting and progress.metrics:
+            break
+    assert not waiting, f"{len(waiting)} steps were not reached"
     return notes
 
 
-def kill(name: str, count: int | None = None, number: int = signal.SIGKILL) -> None:
-    pids = named(name)
+def kill(cluster: Nodes, name: str, count: int | None = None) -> int:
+    pids = cluster.named(name)[:count]
     assert pids, f"nobody is called {name}"
-    for pid in pids[:count]:
-        os.kill(pid, number)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    return len(pids)
 
 
 def test_players_a_shard_and_the_evaluator_are_replaced_and_training_goes_on(cluster, tmp_path):
-    e = tiny("catch", 60_000, actors=4, shards=2, actor_cpus=0.5, learner_cpus=0.5, address=cluster.address)
-    e = replace(e, evaluation=replace(e.evaluation, every=4_000, episodes=60))
+    e = tiny("catch", 10_000_000, actors=4, shards=2, actor_cpus=0.5, learner_cpus=0.5, address=cluster.address)
+    e = replace(e, evaluation=replace(e.evaluation, every=2_000, episodes=200))
+
+    def players(count: int) -> bool:
+        """Kill so many, once all are there."""
+        if len(cluster.named("ray::Player.")) < 4 or len(cluster.named("ray::Player.__init__")) > 0:
+            return False
+        return kill(cluster, "ray::Player", count) == count
+
+    def others(name: str) -> bool:
+        return bool(cluster.named(name)) and kill(cluster, name, 1) == 1
+
+    evaluated = tmp_path / "run" / "evaluations.csv"
     told = watch(
         e,
         tmp_path / "run",
-        {
-            6_000: lambda: kill("ray::Player", 1),
-            14_000: lambda: kill("ray::Player", 2),
-            22_000: lambda: kill("ray::Player"),
-            34_000: lambda: kill("ray::Shard", 1),
-            44_000: lambda: kill("ray::Judge"),
-        },
+        [
+            lambda: players(1),
+            lambda: players(2),
+            lambda: players(4),
+            lambda: others("ray::Shard"),
+            lambda: others("ray::Judge"),
+            lambda: "is played again" in (tmp_path / "run" / "events.txt").read_text(),
+            lambda: len(evaluated.read_text().splitlines()) > 1,
+            lambda: len(cluster.named("ray::Player.")) == 4,
+        ],
     )
     lost = [note for note in told if "was lost (its process or node is gone); another takes its place" in note]
     back = [note for note in told if "is back, with new episodes" in note]
-    assert len(lost) == 1 + 2 + 4
-    assert len(back) == len(lost)
+    assert len(lost) == len(back) == 1 + 2 + 4
     assert sum("was lost with what was played into it; it fills anew" in note for note in told) == 1
     events = (tmp_path / "run" / "events.txt").read_text()
     assert all(note in events for note in told)
-    assert float(table(tmp_path / "run", "metrics.csv")[-1]["actors_lost"]) == 7
-    updates = [int(row["updates"]) for row in table(tmp_path / "run", "metrics.csv")]
-    assert all(b > a for a, b in zip(updates, updates[1:], strict=False))
+    rows = table(tmp_path / "run", "metrics.csv")
+    assert all(int(b["updates"]) > int(a["updates"]) for a, b in itertools.pairwise(rows))
 
 
 def test_a_player_that_hangs_is_given_up_after_a_while(cluster, tmp_path):
@@ -215,7 +231,7 @@ def test_a_player_that_hangs_is_given_up_after_a_while(cluster, tmp_path):
     stopped: list[int] = []
 
     def stop() -> None:
-        stopped.append(named("ray::Player")[0])
+        stopped.append(cluster.named("ray::Player")[0])
         os.kill(stopped[0], signal.SIGSTOP)
 
     began = 0.0
@@ -238,7 +254,7 @@ def test_a_node_that_dies_costs_its_players_and_one_that_joins_brings_some(clust
         told += progress.notes
         playing = progress.metrics.get("actors", 0.0)
         if not died:
-            there = len(named("ray::Player"))
+            there = len(cluster.named("ray::Player"))
             if there == 6:  # the second node is there and has taken what did not fit on the first
                 kill_session(second.pid)
                 died = time.monotonic()
@@ -281,12 +297,12 @@ def test_a_lost_learner_a_killed_driver_and_sigterm(cluster, tmp_path):
         process = subprocess.Popen(command(run, cluster), stdout=file, stderr=subprocess.STDOUT)
     try:
         until(lambda: saved(run))
-        kill("ray::Teacher")
+        kill(cluster, "ray::Teacher")
         until(lambda: "continues at" in output.read_text())
         assert "lost the learner; it goes on from its last checkpoint (2 more restarts)" in output.read_text()
         first = saved(run)[-1]
         until(lambda: saved(run)[-1] > first)
-        drivers = [pid for pid, _, words in processes() if str(run) in words and pid != process.pid]
+        drivers = [one.pid for one in processes() if str(run) in one.command and one.pid != process.pid]
         assert len(drivers) == 1
         os.kill(drivers[0], signal.SIGKILL)
         until(lambda: output.read_text().count("continues at") == 2)
@@ -298,45 +314,37 @@ def test_a_lost_learner_a_killed_driver_and_sigterm(cluster, tmp_path):
     finally:
         process.kill()
     assert f"continue with: bestiary resume {run}" in output.read_text()
-    until(lambda: not named("ray::Player") and not named("ray::Teacher") and not named("ray::Shard"), 30)
-    assert not [words for _, _, words in processes() if str(run) in words]
+    until(lambda: not any(cluster.named(f"ray::{kind}") for kind in ("Player", "Teacher", "Shard", "Judge")), 30)
+    assert not [one for one in processes() if str(run) in one.command]
     rows = [int(row["frames"]) for row in table(run, "metrics.csv")]
     assert rows == sorted(set(rows))
     assert "the learner or the replay was lost" in (run / "events.txt").read_text()
 
 
 FAULTY = """
-from dataclasses import dataclass
-
-import bestiary
-from bestiary.envs import Catch
+import gymnasium
+from gymnasium.envs.classic_control import CartPoleEnv
 
 
-@dataclass(frozen=True)
-class Faulty:
-    def make(self, num_envs, seed, stream, threads):
-        world = Catch().make(num_envs, seed, stream, threads)
-        if num_envs > 1:
-            world._advance = self.fail
-        return world
-
-    def fail(self, action):
-        raise ArithmeticError("the paddle came off")
+class Faulty(CartPoleEnv):
+    def step(self, action):
+        raise ArithmeticError("the pole came off")
 
 
-bestiary.register(env=Faulty)
+gymnasium.register("Faulty-v0", entry_point=Faulty)
 """
 
 
 def test_a_fault_of_the_environment_on_every_actor_ends_the_run_with_its_traceback(cluster, tmp_path):
     plugin = tmp_path / "faulty.py"
     plugin.write_text(FAULTY)
-    words = [sys.executable, "-m", "bestiary", "train", "catch", "env:faulty", "runtime:ray", "--plugin", str(plugin)]
+    words = [sys.executable, "-m", "bestiary", "train", "cartpole", "--env.id", "Faulty-v0", "runtime:ray"]
+    words += ["--plugin", str(plugin)]
     words += ["--runtime.actors", "2", "--runtime.actor-cpus", "0.5", "--runtime.address", cluster.address, "--plain"]
     done = subprocess.run([*words, "--run", str(tmp_path / "run")], capture_output=True, text=True, timeout=150)
     assert done.returncode == 1
-    assert "ArithmeticError: the paddle came off" in done.stderr
-    assert "in fail" in done.stderr
+    assert "ArithmeticError: the pole came off" in done.stderr
+    assert "in step" in done.stderr
 
 
 # -- bad input ---------------------------------------------------------------------------------------------
@@ -401,33 +409,28 @@ def test_our_own_cluster_listens_on_loopback_only_asks_for_a_token_and_ends_with
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
-    before = {pid for pid, _, words in processes() if "ray" in words}
     run = tmp_path / "run"
     words = [sys.executable, "-m", "bestiary", "train", "recall", "runtime:ray", "--frames", "1G", "--plain"]
-    process = subprocess.Popen([*words, "--run", str(run)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen([*words, "--run", str(run)], stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
     try:
         until(lambda: (run / "metrics.csv").exists() and (run / "metrics.csv").read_text())
-        ours = {pid for pid, _, words in processes() if "ray" in words} - before
+        ours = descendants(process.pid)
         assert len(ours) > 5
         open_to = listening(ours)
         assert open_to
-        assert not [place for place in open_to if place not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")]
-        assert not any(
-            "dashboard/dashboard.py" in words and "--minimal" not in words for p, _, words in processes() if p in ours
-        )
+        assert set(open_to) <= {"127.0.0.1", "::1"}
+        assert 8265 not in open_to.values()  # the dashboard
         assert (tmp_path / ".ray" / "auth_token").exists()
-        process.send_signal(signal.SIGINT)  # to the one who watches; a terminal would tell all of them
-        for pid, _, words in processes():
-            if str(run) in words and pid != process.pid:
-                os.kill(pid, signal.SIGINT)
+        for pid in (process.pid, *(one.pid for one in processes() if one.parent == process.pid)):
+            os.kill(pid, signal.SIGINT)  # as a terminal does
         assert process.wait(60) == 130
     finally:
         process.kill()
-    until(lambda: not ({pid for pid, _, words in processes() if "ray" in words} & ours), 30)
+    until(lambda: not ours & {one.pid for one in processes()}, 30)
 
 
-def listening(pids: set[int]) -> list[str]:
-    """Addresses at which processes wait for others."""
+def listening(pids: set[int]) -> dict[str, int]:
+    """Addresses at which processes wait for others, and a port at each."""
     inodes: set[str] = set()
     for pid in pids:
         for link in Path(f"/proc/{pid}/fd").glob("*"):
@@ -437,12 +440,13 @@ def listening(pids: set[int]) -> list[str]:
                 continue
             if target.startswith("socket:["):
                 inodes.add(target[8:-1])
-    found = []
+    found: dict[str, int] = {}
     for name in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
             parts = line.split()
             if parts[3] == "0A" and parts[9] in inodes:
-                found.append(address(parts[1].split(":")[0]))
+                where, port = parts[1].split(":")
+                found[address(where)] = int(port, 16)
     return found
 
 
@@ -450,4 +454,5 @@ def address(digits: str) -> str:
     import ipaddress
 
     raw = b"".join(bytes.fromhex(digits[i : i + 8])[::-1] for i in range(0, len(digits), 8))
-    return str(ipaddress.ip_address(raw))
+    found = ipaddress.ip_address(raw)
+    return str(getattr(found, "ipv4_mapped", None) or found)

@@ -18,8 +18,8 @@ from bestiary import tree
 from bestiary.errors import UserError
 from bestiary.ops.commands import Aim, aim, less_start
 from bestiary.replay import episodes as module
-from bestiary.replay.episodes import EpisodeReplay, Episodes, Held, Survey
 from bestiary.replay.base import row_bytes
+from bestiary.replay.episodes import EpisodeReplay, Episodes, Held, Survey
 from bestiary.types import Batch, Spec, TimeStep, Trajectory
 
 STREAMS = 3

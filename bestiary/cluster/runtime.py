@@ -15,7 +15,6 @@ import torch
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from torch import Tensor
 
-from bestiary.checkpoint import NotSaved
 from bestiary.cluster.connect import check_nodes, connect, disconnect, on, process
 from bestiary.cluster.parts import Added, Held, Judge, Order, Played, Player, Shard, Taught, Teacher
 from bestiary.cluster.plan import Needs, plan
@@ -123,6 +122,7 @@ class ClusterRuntime:
         shards = self.cfg.shards
         self.places = [Place(n, n % shards, n // shards) for n in range(self.cfg.actors)]
         self.full = [False] * shards
+        self.renewed = [0.0] * shards  # when a shard was last replaced
         self.held: dict[int, Held] = {}  # what the shards last said of themselves
         self.ahead: list[list[int]] = [[] for _ in range(shards)]
         self.learning, self.due = 0, False  # learners at work; whether there may be something to learn
@@ -261,7 +261,7 @@ class ClusterRuntime:
             if task is None:  # given up meanwhile, with the shard it was for
                 continue
             if task.what == "learn":
-                self._heard_teacher(task.who, self._ask([ref])[0], task.brings, news)
+                self._heard_teacher(task, self._ask([ref])[0], news)
             elif self._still_there(task):
                 self._heard_place(ref, task, news)
         return news
@@ -271,15 +271,16 @@ class ClusterRuntime:
         place = self.places[task.who]
         return place.player is not None and place.life == task.life
 
-    def _heard_teacher(self, rank: int, taught: Taught, weights: Any, news: "News") -> None:
+    def _heard_teacher(self, task: Task, taught: Taught, news: "News") -> None:
         self.learning -= 1
-        if rank == 0:
-            self._publish(taught, weights)
+        if task.who == 0:
+            self._publish(taught, task.brings)
             news.taught.append(taught)
         for shard, held in taught.held.items():
             self.full[shard] = held.full
         for shard in taught.lost:
-            self._lose_shard(shard)
+            if self.renewed[shard] < task.since:  # else it is the one before that was missed
+                self._lose_shard(shard)
         # as long as something was learnt, there may be more to learn from
         self.due = self.due or taught.changed or bool(taught.lost)
 
@@ -374,6 +375,7 @@ class ClusterRuntime:
         self.shards[number] = self._new_shard(number)
         self._ask([self.shards[number].hello.remote()], START)
         self._share_out()
+        self.renewed[number] = time.monotonic()
         self.full[number], self.ahead[number] = False, []
         for place in self.places:
             if place.shard == number and place.player is not None:
@@ -445,20 +447,17 @@ class ClusterRuntime:
         return BesideThere(self, weights)
 
     def state_dict(self, at_rest: bool = True, with_replay: bool = True) -> Snapshot:
-        try:
-            learner, _ = self._ask([self.teacher.state.remote()])[0]
-            state: Snapshot = {
-                "steps": self.steps,
-                "resumes": self.resumes,
-                "rng": torch.get_rng_state(),
-                "learner": learner,
-                "actor": {"explorer": self._explorer()},
-            }
-            if at_rest and with_replay and len(self.shards) == 1:  # parts of several could not be put together again
-                state["replay"] = self._ask([self.shards[0].state.remote()])[0]
-            return state
-        except Lost as e:
-            raise NotSaved(f"{e}: nothing newer than the last checkpoint can be saved") from None
+        learner, _ = self._ask([self.teacher.state.remote()])[0]
+        state: Snapshot = {
+            "steps": self.steps,
+            "resumes": self.resumes,
+            "rng": torch.get_rng_state(),
+            "learner": learner,
+            "actor": {"explorer": self._explorer()},
+        }
+        if at_rest and with_replay and len(self.shards) == 1:  # parts of several could not be put together again
+            state["replay"] = self._ask([self.shards[0].state.remote()])[0]
+        return state
 
     def _explorer(self) -> Snapshot:
         """What has been seen counts in new episodes too; one of the players speaks for all."""

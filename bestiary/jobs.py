@@ -187,7 +187,7 @@ class Crew(Generic[J]):
         try:
             for one in self.working:
                 self.stop(one.job)
-            while any([one.process.left() is None for one in self.working]):
+            while any(one.process.left() is None for one in self.working):
                 time.sleep(LOOK)
             self.place.leave(self.lock)
         except BaseException:  # insisted upon: what was not saved is lost, but nothing goes on unseen

@@ -1,7 +1,6 @@
 """Runs side by side on a Ray cluster: each is a process on whatever node has room for it, in a directory all share."""
 
 import os
-import re
 import signal
 import time
 from pathlib import Path
@@ -105,14 +104,15 @@ class Kept:
 
     def _result(self) -> jobs.Left:
         import ray
+        from ray.exceptions import RayError, RayTaskError
 
         try:
             return jobs.Left(ray.get(self.code))
-        except ray.exceptions.RayTaskError as e:
+        except RayTaskError as e:
             if isinstance(e.cause, ChildProcessError):
                 return jobs.Left(-signal.SIGKILL, GONE)
             return jobs.Left(1, f"{type(e.cause).__name__}: {e.cause}")
-        except ray.exceptions.RayError:
+        except RayError:
             return jobs.Left(-signal.SIGKILL, GONE)
 
     def _end(self, how: jobs.Left) -> None:
@@ -137,11 +137,3 @@ class Kept:
         if self.how is None:
             ray.wait([self.keeper.signal.remote(signal.SIGKILL)], timeout=1)
             self._end(jobs.Left(-signal.SIGKILL))
-
-
-def parse_address(words: str) -> Cluster:
-    """ray, ray:auto or ray:HOST:PORT."""
-    match = re.fullmatch(r"ray(?::(auto|[^\s:/]+:\d+))?", words)
-    if match is None:
-        raise UserError(f"--runtime {words} should be ray, ray:auto or ray:HOST:PORT, such as ray:10.0.0.5:6379")
-    return Cluster(match[1])

@@ -1,8 +1,8 @@
 """Keeps the process of one run on a node. Light, because there is one per run: nothing but the standard library.
 
-Ray kills the children of a process that it ends. A run should save first, so it is a grandchild: this file is also the
-program in between, which starts the run and tells its number and its exit code. The run holds a line to the keeper, as it
-otherwise does to the program that started it; when the keeper is gone, however it went, the run saves and leaves.
+Ray kills the children of a process that it ends. A run should save first, so it is a grandchild: this file is also
+the program in between, which starts the run and tells its number and its exit code. The run has a line to the keeper,
+as it otherwise has to the program that started it: when the keeper is gone, however it went, it saves and leaves.
 """
 
 import fcntl
@@ -27,13 +27,16 @@ class Keeper:
     def run(self, words: list[str], path: str, root: str, output: str, env: dict[str, str], cwd: str) -> int:
         """Start it, wait, and return its exit code."""
         ours, everyones = (Path(path) / ".lock").open("wb"), (Path(root) / ".lock").open("wb")
-        with ours, everyones, (Path(path) / output).open("wb") as said:
+        with ours, everyones:
             until = time.monotonic() + PATIENCE
             while not (lock(everyones, fcntl.LOCK_SH) and lock(ours, fcntl.LOCK_EX)):
+                if self.asked:
+                    return 128 + signal.SIGTERM
                 if time.monotonic() > until:
                     raise TimeoutError(f"another process still works in {path}")
                 time.sleep(LOOK)
             held = (ours.fileno(), everyones.fileno())
+            said = (Path(path) / output).open("wb")
             # a child gets the signals that this thread blocks, and Ray blocks some
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
             between = subprocess.Popen(
@@ -46,6 +49,7 @@ class Keeper:
                 start_new_session=True,
                 pass_fds=held,
             )
+            said.close()
         with between:  # leaving it closes the line
             assert between.stdout is not None
             self.pid = int(between.stdout.readline() or 0) or None

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,10 +20,12 @@ from bestiary.cli import main
 from bestiary.cluster import connect
 from bestiary.cluster import jobs as cluster_jobs
 from bestiary.cluster.jobs import GONE, Cluster
+from bestiary.cluster.keeper import Keeper
 from bestiary.errors import UserError
 from bestiary.experiment import Evaluation, Experiment
 from bestiary.presets import preset
 from bestiary.run import Run
+from bestiary.training import train
 
 pytest.importorskip("ray")
 
@@ -122,18 +125,22 @@ def test_a_run_whose_process_is_killed_goes_on_and_it_is_told(cluster, pretendin
     assert result["seeds"][0]["finished"] and result["seeds"][0]["problem"] is None
 
 
-def test_a_run_whose_keeper_is_killed_saves_and_goes_on_elsewhere(cluster, pretending, experiment, tmp_path):
+@pytest.mark.parametrize(
+    ("keeper", "reason"),
+    [(True, GONE), (False, "its node could not keep it: the process that started it was killed")],
+)
+def test_a_run_that_nobody_keeps_saves_and_goes_on(keeper, reason, cluster, pretending, experiment, tmp_path):
     pretending(SLOW)
     first: list[int] = []
 
     def strike() -> None:
         first.extend(processes(tmp_path / "seed3"))
-        os.kill(parent(first[0]), signal.SIGKILL)
+        os.kill(parent(first[0]) if keeper else first[0], signal.SIGKILL)
 
     once_begun(tmp_path / "seed3", strike)
     told: list[str] = []
     seeds.train_seeds(replace(experiment, frames=2000), [3], tmp_path, say=told.append, place=cluster)
-    assert f"seed3 goes on, retry 1 of 3: {GONE}" in told
+    assert f"seed3 goes on, retry 1 of 3: {reason}" in told
     assert len(first) == 2 and not any(Path(f"/proc/{number}").exists() for number in first)
     at, end = saved(tmp_path / "seed3")
     assert 0 < at < end == 2000
@@ -172,6 +179,17 @@ def test_asked_to_stop_runs_save_and_those_that_wait_for_a_core_do_not_begin(clu
     result = seeds.train_seeds(shorter, [3, 4], tmp_path, jobs=2, place=cluster)
     assert [row["finished"] for row in result["seeds"]] == [True, True]
     assert saved(tmp_path / "seed3") == [reached, reached + 200]
+
+
+def test_a_run_begins_only_when_its_last_process_has_left(pretending, experiment, tmp_path):
+    run = Run.create(tmp_path / "seed3", replace(experiment, seed=3)).path
+    words = [pretend.__file__, str(run)]
+    with ThreadPoolExecutor() as pool:
+        with jobs.hold(run):
+            code = pool.submit(Keeper().run, words, str(run), str(tmp_path), jobs.OUTPUT, {}, str(tmp_path))
+            time.sleep(1)
+            assert not (run / jobs.OUTPUT).exists() and not code.done()
+        assert code.result(timeout=30) == 0 and saved(run) == [400]
 
 
 def test_nobody_else_works_there_meanwhile(cluster, pretending, experiment, tmp_path):
@@ -214,10 +232,10 @@ main({[*words, "--run", str(tmp_path)]!r})
 
 
 def test_a_real_run_is_the_same_there_and_a_command_is_all_it_takes(joined, tmp_path):
-    words = ["train", "catch", *QUICK, "--frames", "400", "--seeds", "5..5", "--run"]
-    assert main([*words, str(tmp_path / "here")]) == 0
-    assert main([*words, str(tmp_path / "there"), "--runtime", "ray"]) == 0
-    here, there = (tmp_path / where / "seed5" / "evaluations.csv" for where in ("here", "there"))
+    words = ["train", "catch", *QUICK, "--frames", "400", "--seeds", "5..5", "--runtime", "ray"]
+    assert main([*words, "--run", str(tmp_path / "there")]) == 0
+    train(Run(tmp_path / "there" / "seed5").experiment(), tmp_path / "here")
+    here, there = (tmp_path / where / "evaluations.csv" for where in ("here", "there/seed5"))
     assert here.read_text() == there.read_text() and here.read_text().count("\n") > 1
 
 
@@ -243,7 +261,7 @@ def test_a_directory_that_a_node_cannot_see_is_refused(cluster, pretending, expe
         return versions(), False
 
     monkeypatch.setattr(connect, "_look", blind)
-    with pytest.raises(UserError, match="cannot write to .*: choose a directory that all nodes share"):
+    with pytest.raises(UserError, match=r"cannot write to .*: choose a directory that all nodes share"):
         seeds.train_seeds(experiment, [0], tmp_path, place=cluster)
     jobs.hold(tmp_path).close()
     assert not (tmp_path / "seed0").exists()
@@ -251,7 +269,7 @@ def test_a_directory_that_a_node_cannot_see_is_refused(cluster, pretending, expe
 
 def test_more_threads_than_any_node_has_are_refused(cluster, experiment, tmp_path):
     wide = replace(experiment, runtime=replace(experiment.runtime, threads=10_000))
-    with pytest.raises(UserError, match="runtime.threads=10000 fit on no node of the cluster: the largest has"):
+    with pytest.raises(UserError, match=r"runtime\.threads=10000 fit on no node of the cluster: the largest has"):
         seeds.train_seeds(wide, [0], tmp_path / "wide", place=cluster)
     assert not (tmp_path / "wide").exists()
 

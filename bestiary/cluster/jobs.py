@@ -109,9 +109,7 @@ class Kept:
         try:
             return jobs.Left(ray.get(self.code))
         except RayTaskError as e:
-            if isinstance(e.cause, ChildProcessError):
-                return jobs.Left(-signal.SIGKILL, GONE)
-            return jobs.Left(1, f"{type(e.cause).__name__}: {e.cause}")
+            return jobs.Left(-signal.SIGKILL, f"its node could not keep it: {e.cause}")
         except RayError:
             return jobs.Left(-signal.SIGKILL, GONE)
 

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-PATIENCE = 60.0  # seconds for the last process of the same run to leave
+PATIENCE = 120.0  # seconds for the last process of the same run to leave, or for its node to lose its locks
 LOOK = 0.05
 
 
@@ -58,7 +58,7 @@ class Keeper:
             code = between.stdout.readline()
             self.pid = None
         if not code:
-            raise ChildProcessError("the process between was killed")
+            raise ChildProcessError("the process that started it was killed")
         return int(code)
 
     def signal(self, number: int) -> None:

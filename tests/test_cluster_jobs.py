@@ -176,7 +176,7 @@ def test_asked_to_stop_runs_save_and_those_that_wait_for_a_core_do_not_begin(clu
     assert not processes(paths[0]) + processes(paths[1])
     waited, begun = sorted(paths, key=lambda path: len(saved(path)))
     (reached,) = saved(begun)
-    assert 0 < reached < LONG and not saved(waited) and not (waited / "metrics.csv").exists()
+    assert 0 < reached < LONG and not saved(waited) and not (waited / jobs.OUTPUT).exists()
     pretending(0)
     shorter = replace(long, frames=reached + 200)
     result = seeds.train_seeds(shorter, [3, 4], tmp_path, jobs=2, place=cluster)

@@ -7,10 +7,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Generic, NamedTuple, Protocol, TypeVar
+from typing import IO, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from bestiary.errors import UserError
 from bestiary.experiment import Experiment
@@ -42,38 +43,156 @@ class Ended(NamedTuple, Generic[J]):
     problem: str | None  # the last thing it said; None: it is finished, or was asked to stop
 
 
+class Left(NamedTuple):
+    """How a process ended."""
+
+    code: int  # negative: killed by that signal
+    why: str | None = None  # where its code and its output do not tell
+
+    @property
+    def killed(self) -> bool:
+        """Ended by others, not by itself."""
+        return self.code < 0 or self.code in (128 + signal.SIGTERM, 128 + signal.SIGINT)
+
+
+class Process(Protocol):
+    """What makes a run, wherever that is."""
+
+    def left(self) -> Left | None:
+        """How it ended; None: it has not."""
+        ...
+
+    def stop(self) -> None:
+        """Ask it to save and leave."""
+        ...
+
+    def kill(self) -> None:
+        """Do not ask."""
+        ...
+
+
+class Place(Protocol):
+    """Where runs are made. As a context: until nothing more is to be made there."""
+
+    @property
+    def again(self) -> tuple[int, int]:
+        """How often a run is tried again that was killed, and one that failed by itself."""
+        ...
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *args: object) -> None: ...
+
+    def workers(self, asked: int | None, experiment: Experiment) -> int:
+        """Runs at a time: as asked, else as many as there are cores for their threads."""
+        ...
+
+    def enter(self, root: Path, lock: IO[bytes]) -> None:
+        """Before the first run below a directory, of which we have the lock."""
+        ...
+
+    def start(self, job: Job, root: Path, lock: IO[bytes]) -> Process: ...
+
+    def leave(self, lock: IO[bytes]) -> None:
+        """After the last one."""
+        ...
+
+
+class Here:
+    """Processes of this machine."""
+
+    again = (0, 0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        pass
+
+    def workers(self, asked: int | None, experiment: Experiment) -> int:
+        refuse_none(asked)
+        return asked or max(1, cores() // threads_of(experiment))
+
+    def enter(self, root: Path, lock: IO[bytes]) -> None:
+        pass
+
+    def start(self, job: Job, root: Path, lock: IO[bytes]) -> Process:
+        return _Child(job, lock)
+
+    def leave(self, lock: IO[bytes]) -> None:
+        pass
+
+
+HERE = Here()
+
+
+class _Child:
+    def __init__(self, job: Job, lock: IO[bytes]) -> None:
+        with (job.path / OUTPUT).open("wb") as output:
+            self.process = subprocess.Popen(
+                command(job.path),
+                stdin=subprocess.PIPE,  # a line to us: once it is cut, the process saves and leaves
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"OMP_NUM_THREADS": str(threads_of(job.experiment))},
+                # Ctrl-C is for us: a process that heard it from the terminal and from us would not take time to save
+                start_new_session=True,
+                pass_fds=(lock.fileno(),),  # held for as long as anyone works here
+            )
+
+    def left(self) -> Left | None:
+        code = self.process.poll()
+        if code is None:
+            return None
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        return Left(code)
+
+    def stop(self) -> None:
+        self.process.terminate()
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
 class _Working(NamedTuple, Generic[J]):
     job: J
-    process: "subprocess.Popen[bytes]"
+    process: Process
     since: float
 
 
 class Crew(Generic[J]):
-    """So many processes at a time. Whoever leaves the `with` block has asked all of them to save, and has waited."""
+    """So many runs at a time. Whoever leaves the `with` block has asked all of them to save, and has waited."""
 
-    def __init__(self, workers: int, root: Path) -> None:
-        self.workers = workers
-        self.root = root
+    def __init__(
+        self, workers: int, root: Path, place: Place = HERE, say: Callable[[str], None] = lambda text: None
+    ) -> None:
+        self.workers, self.root, self.place, self.say = workers, root, place, say
         self.working: list[_Working[J]] = []
         self.asked: set[Path] = set()
+        self.tried: Counter[tuple[Path, bool]] = Counter()
 
     def __enter__(self) -> "Crew[J]":
         self.root.mkdir(parents=True, exist_ok=True)
         self.lock = hold(self.root)
+        try:
+            self.place.enter(self.root, self.lock)
+        except BaseException:
+            self.lock.close()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         try:
             for one in self.working:
                 self.stop(one.job)
-            for one in self.working:
-                one.process.wait()
-                _let_go(one.process)
+            while any(one.process.left() is None for one in self.working):
+                time.sleep(LOOK)
+            self.place.leave(self.lock)
         except BaseException:  # insisted upon: what was not saved is lost, but nothing goes on unseen
             for one in self.working:
-                if one.process.poll() is None:
-                    os.killpg(one.process.pid, signal.SIGKILL)
-                    one.process.wait()
+                one.process.kill()
             raise
         finally:
             self.lock.close()
@@ -83,49 +202,44 @@ class Crew(Generic[J]):
         return len(self.working) < self.workers
 
     def start(self, job: J) -> None:
-        Run.create(job.path, job.experiment)
-        threads = str(job.experiment.runtime.threads or 1)
         self.asked.discard(job.path)
-        with (job.path / OUTPUT).open("wb") as output:
-            process = subprocess.Popen(
-                command(job.path),
-                stdin=subprocess.PIPE,  # a line to us: once it is cut, the process saves and leaves
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=os.environ | {"OMP_NUM_THREADS": threads},
-                # Ctrl-C is for us: a process that heard it from the terminal and from us would not take time to save
-                start_new_session=True,
-                pass_fds=(self.lock.fileno(),),  # held for as long as anyone works here
-            )
-        self.working.append(_Working(job, process, time.monotonic()))
+        self._start(job, time.monotonic())
+
+    def _start(self, job: J, since: float) -> None:
+        Run.create(job.path, job.experiment)
+        self.working.append(_Working(job, self.place.start(job, self.root, self.lock), since))
 
     def stop(self, job: J) -> None:
         """Ask it to save and leave; it is heard of again among those that have ended."""
         for one in self.working:
             if one.job.path == job.path and job.path not in self.asked:
                 self.asked.add(job.path)
-                one.process.terminate()
+                one.process.stop()
 
     def ended(self) -> list[Ended[J]]:
-        """Who has ended since last asked."""
-        gone: list[_Working[J]] = []
-        still: list[_Working[J]] = []
-        for one in self.working:
-            (still if one.process.poll() is None else gone).append(one)
-        self.working = still
+        """Who has ended since last asked, and is not tried again."""
+        looked = [(one, one.process.left()) for one in self.working]
+        self.working = [one for one, left in looked if left is None]
         found = []
-        for job, process, since in gone:
-            _let_go(process)
-            well = job.path in self.asked or (process.returncode == 0 and finished(job))
-            found.append(
-                Ended(job, time.monotonic() - since, None if well else complaint(job.path, process.returncode))
-            )
+        for (job, _, since), left in looked:
+            if left is None:
+                continue
+            well = job.path in self.asked or (left.code == 0 and finished(job))
+            problem = None if well else left.why or complaint(job.path, left.code)
+            if problem is not None and self._again(job, left.killed, problem):
+                self._start(job, since)
+            else:
+                found.append(Ended(job, time.monotonic() - since, problem))
         return found
 
-
-def _let_go(process: "subprocess.Popen[bytes]") -> None:
-    assert process.stdin is not None
-    process.stdin.close()
+    def _again(self, job: J, killed: bool, problem: str) -> bool:
+        most = self.place.again[0 if killed else 1]
+        if self.tried[job.path, killed] >= most:
+            return False
+        self.tried[job.path, killed] += 1
+        number = self.tried[job.path, killed]
+        self.say(f"{job.path.relative_to(self.root)} goes on, retry {number} of {most}: {problem}")
+        return True
 
 
 def run_all(
@@ -135,13 +249,15 @@ def run_all(
     stop: Callable[[], bool] = lambda: False,
     watch: Callable[[list[J]], None] = lambda working: None,
     every: float = 30.0,
+    place: Place = HERE,
+    say: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Run what is not finished, in order, so many at once; every so many seconds, `watch` those at work."""
     waiting = [job for job in jobs if not finished(job)]
     if not waiting:
         return
     looked = time.monotonic()
-    with Crew[J](workers, jobs[0].path.parent) as crew:
+    with Crew[J](workers, jobs[0].path.parent, place, say) as crew:
         while (waiting or crew.working) and not stop():
             while waiting and crew.free:
                 crew.start(waiting.pop(0))
@@ -153,11 +269,14 @@ def run_all(
                 watch([one.job for one in crew.working])
 
 
-def workers(asked: int | None, threads: int = 1) -> int:
-    """Processes at a time: as asked, else as many as there are cores for their threads."""
+def refuse_none(asked: int | None) -> None:
     if asked is not None and asked < 1:
         raise UserError(f"jobs={asked} must be at least 1")
-    return asked or max(1, cores() // threads)
+
+
+def threads_of(experiment: Experiment) -> int:
+    """Side by side, more than one would be in each other's way: only as told."""
+    return experiment.runtime.threads or 1
 
 
 def finished(job: Job) -> bool:

@@ -13,7 +13,7 @@ from bestiary.curves import Line, Statistic, aggregate
 from bestiary.envs.base import References, references
 from bestiary.errors import UserError
 from bestiary.experiment import Experiment
-from bestiary.jobs import Ended, evaluations, finished, run_all
+from bestiary.jobs import HERE, Ended, Place, evaluations, finished, run_all
 from bestiary.presets import memory_rl
 from bestiary.presets.budgets import MEMORY_RL
 from bestiary.runtime.local import LocalRuntime
@@ -133,6 +133,7 @@ def make(
     say: Callable[[str], None],
     seconds: dict[str, float],
     stop: Callable[[], bool] = lambda: False,
+    place: Place = HERE,
 ) -> list[str]:
     """Run what is not finished, several at once, each in a process of its own. Returns what went wrong."""
     left = {job.name: seconds[job.kind] for job in jobs if not job.finished}
@@ -148,7 +149,7 @@ def make(
         count, rest = len(jobs) - len(left), clock(sum(left.values()) / workers)
         say(f"{count} of {len(jobs)}  {job.name}: {job.result():.2f} in {clock(ended.seconds)}, about {rest} left")
 
-    run_all(jobs, workers, tell, stop)
+    run_all(jobs, workers, tell, stop, place=place, say=say)
     return problems
 
 

@@ -19,7 +19,7 @@ from bestiary.envs.base import advice
 from bestiary.errors import UserError
 from bestiary.evaluation import evaluate
 from bestiary.experiment import Experiment
-from bestiary.jobs import Ended, evaluations, finished, frames, run_all, workers
+from bestiary.jobs import HERE, Ended, Place, evaluations, finished, frames, run_all
 from bestiary.run import EXPERIMENT, Run
 from bestiary.stats import iqm, stratified_bootstrap, summary
 from bestiary.types import Mode
@@ -83,6 +83,7 @@ def train_seeds(
     say: Callable[[str], None] = lambda text: None,
     stop: Callable[[], bool] = lambda: False,
     every: float = 30.0,
+    place: Place = HERE,
 ) -> dict[str, Any]:
     """Train every seed in RUN/seedN, `jobs` at a time (None: one per core), each in a process of its own.
 
@@ -92,7 +93,7 @@ def train_seeds(
     root = Path(run)
     planned = plan(experiment, seeds, root)
     refuse_others(planned, root)
-    many = workers(jobs, planned[0].experiment.runtime.threads or 1)
+    many = place.workers(jobs, planned[0].experiment)
     problems: dict[int, str] = {}
     started = time.monotonic()
     done = {job.seed for job in planned if finished(job)}
@@ -121,7 +122,7 @@ def train_seeds(
 
     root.mkdir(parents=True, exist_ok=True)
     Run(root)._point_latest()
-    run_all(planned, many, tell, stop, watch, every)
+    run_all(planned, many, tell, stop, watch, every, place, say)
     return write(report(planned, problems), root)
 
 

@@ -28,7 +28,7 @@ from bestiary.errors import UserError
 from bestiary.evaluation import build_agent, play, quotas
 from bestiary.experiment import Experiment
 from bestiary.extras import require
-from bestiary.jobs import Ended, finished, frames, run_all, workers
+from bestiary.jobs import HERE, Ended, Place, finished, frames, run_all
 from bestiary.nets import Resnet, Shallow
 from bestiary.proxy import file_name, spell, worth
 from bestiary.run import Run
@@ -131,6 +131,7 @@ def study(
     command: str = "",
     say: Say = lambda text: None,
     stop: Callable[[], bool] = lambda: False,
+    place: Place = HERE,
 ) -> Path | None:
     """Train, judge and report; what is done already is left alone. None if told to stop before the end."""
     require("matplotlib", "plot")
@@ -143,7 +144,7 @@ def study(
     warnings = dict.fromkeys(text for job in planned for text in advice(job.experiment.env, job.experiment.algo))
     for text in warnings:
         say(f"warning: {text}")
-    problems = train_all(planned, jobs, say, stop)
+    problems = train_all(planned, jobs, say, stop, place)
     if stop():
         return None
     rows, correlations, moments = [], [], []
@@ -195,10 +196,12 @@ def conditions(experiment: Experiment) -> dict[str, Any]:
     return {"reward_clip": clip, "prev_reward": experiment.net.prev_reward} | {k: getattr(env, k) for k in kept}
 
 
-def train_all(planned: Sequence[Trained], jobs: int | None, say: Say, stop: Callable[[], bool]) -> dict[str, str]:
+def train_all(
+    planned: Sequence[Trained], jobs: int | None, say: Say, stop: Callable[[], bool], place: Place
+) -> dict[str, str]:
     """What is not trained yet, side by side; who failed, and why."""
     problems: dict[str, str] = {}
-    many = workers(jobs, planned[0].experiment.runtime.threads or 1)
+    many = place.workers(jobs, planned[0].experiment)
     done = sum(map(finished, planned))
     say(f"{len(planned)} runs, {done} finished; {many} at a time -> {planned[0].path.parent}")
 
@@ -213,7 +216,7 @@ def train_all(planned: Sequence[Trained], jobs: int | None, say: Say, stop: Call
         for job in working:
             say(f"{job.name}: frames {count(frames(job.path))} of {count(job.experiment.frames)}")
 
-    run_all(planned, many, tell, stop, watch)
+    run_all(planned, many, tell, stop, watch, place=place, say=say)
     return problems
 
 

@@ -17,7 +17,7 @@ from bestiary.display import count, duration
 from bestiary.errors import UserError
 from bestiary.experiment import Experiment
 from bestiary.extras import available, require
-from bestiary.jobs import LOOK, Crew, evaluations, finished, frames, workers
+from bestiary.jobs import HERE, LOOK, Crew, Place, evaluations, finished, frames
 from bestiary.run import Run
 from bestiary.seeds import METRICS, SeedRun, plan
 from bestiary.spaces import Choices, Range, Space, apply, as_text, flags, load_space, read_space
@@ -123,6 +123,7 @@ def sweep(
     say: Callable[[str], None] = lambda text: None,
     stop: Callable[[], bool] = lambda: False,
     every: float = 30.0,
+    place: Place = HERE,
 ) -> list[Told]:
     """Search a space with so many trials, or go on until there are.
 
@@ -134,10 +135,10 @@ def sweep(
     search = Sweep(experiment, entries, seeds_per_trial, metric, last)
     if trials < 1:
         raise UserError(f"trials={trials} must be at least 1")
-    many = workers(jobs, experiment.runtime.threads or 1)
     root = Path(run)
     refuse_others(search, root)
-    with Crew[SeedRun](many, root) as crew:
+    many = place.workers(jobs, experiment)
+    with Crew[SeedRun](many, root, place, say) as crew:
         Run(root)._point_latest()
         Run(root).write("sweep.json", json.dumps(search.to_json(), indent=2))
         study = open_study(search, root, sampler, prune)

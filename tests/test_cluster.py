@@ -166,7 +166,7 @@ def test_every_kind_of_replay_learns_with_several_actors_and_shards(name, cluste
 
 
 def watch(e: Experiment, run: Path, steps: list[Callable[[], bool]]) -> list[str]:
-    """Train; each step is tried, once the one before has been done, until it says that it has. Returns what was told."""
+    """Train; each step is tried, once the one before is done, until it says that it is done. Returns what was told."""
     notes: list[str] = []
     waiting = list(steps)
     progress: Progress

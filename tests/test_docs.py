@@ -10,7 +10,7 @@ from bestiary.bench import BENCHMARKS
 from bestiary.cli import COMMANDS
 from bestiary.commands.detect import Settings as Detect
 from bestiary.commands.eval import Eval
-from bestiary.commands.parse import check_parts, parse
+from bestiary.commands.parse import check_parts, parse, take_place
 from bestiary.commands.plot import Settings as Plot
 from bestiary.commands.resume import Resume
 from bestiary.commands.study import Settings as Study
@@ -46,6 +46,7 @@ def test_there_are_commands_to_check():
 @pytest.mark.parametrize(("page", "line"), commands())
 def test_a_command_in_a_document_is_understood(page, line):
     verb, *rest = shlex.split(line)[1:]
+    _, rest = take_place(rest)
     assert verb in COMMANDS or verb.startswith("-")
     if "--help" in rest:
         return

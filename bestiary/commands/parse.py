@@ -13,6 +13,7 @@ import tyro
 from bestiary.config import members
 from bestiary.errors import UserError
 from bestiary.experiment import Experiment, family
+from bestiary.jobs import HERE, Place
 from bestiary.suggest import did_you_mean
 
 T = TypeVar("T")
@@ -43,6 +44,26 @@ def check_parts(args: list[str]) -> list[str]:
             kept.append(word.replace(".no-", ".", 1))
         kept.append(word)
     return kept
+
+
+def take_place(args: list[str]) -> tuple[Place, list[str]]:
+    """Where runs are made, `--runtime ray[:ADDRESS]`, and the other words: tyro knows only runtimes of experiments."""
+    place: Place = HERE
+    rest: list[str] = []
+    words = iter(args)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if flag != "--runtime":
+            rest.append(word)
+            continue
+        value = value if equals else next(words, "")
+        match = re.fullmatch(r"ray(?::(auto|[^\s:/]+:\d+))?", value)
+        if match is None:
+            raise UserError(f"--runtime {value} should be ray, ray:auto or ray:HOST:PORT, such as ray:10.0.0.5:6379")
+        from bestiary.cluster.jobs import Cluster
+
+        place = Cluster(match[1])
+    return place, rest
 
 
 def hyphenated(cls: type) -> str:

@@ -6,11 +6,11 @@ from typing import Annotated
 
 import tyro
 
-from bestiary.commands.parse import parse
+from bestiary.commands.parse import parse, take_place
 from bestiary.commands.train import Signals
 from bestiary.curves import Statistic
 from bestiary.errors import UserError
-from bestiary.jobs import workers
+from bestiary.jobs import Place, refuse_none
 from bestiary.reproduce import Scale, clock, estimate, make, picture, plan
 
 
@@ -28,7 +28,7 @@ class Settings:
     aggregate: Statistic = "mean"
     """over seeds; iqm: mean of the middle half"""
     jobs: int | None = None
-    """runs at a time; None: one per processor core"""
+    """runs at a time; None: one per processor core, here or with --runtime ray[:ADDRESS] of the cluster"""
     plan: bool = False
     """only say what would be run and how long it would take"""
     out: Path | None = None
@@ -36,11 +36,18 @@ class Settings:
 
 
 def main(args: list[str]) -> int:
-    cfg = parse(Settings, args, "bestiary reproduce")
-    many = workers(cfg.jobs)
+    place, words = take_place(args)
+    cfg = parse(Settings, words, "bestiary reproduce")
+    refuse_none(cfg.jobs)
+    with place:
+        return carry_out(cfg, place)
+
+
+def carry_out(cfg: Settings, place: Place) -> int:
     root = cfg.out or Path("runs/reproduce") / f"{cfg.figure.replace('/', '-')}-{cfg.scale}"
     jobs = plan(cfg.figure, cfg.scale, cfg.seeds, cfg.cores, root)
     missing = [job for job in jobs if not job.finished]
+    many = place.workers(cfg.jobs, jobs[0].experiment)
     print(
         f"{len(jobs)} runs, {len(jobs) - len(missing)} of them finished; measuring this machine's speed ...", flush=True
     )
@@ -52,7 +59,7 @@ def main(args: list[str]) -> int:
             print(f"  {job.name}: {job.experiment.frames:,} frames, {clock(seconds[job.kind])}")
         return 0
     stop = Signals()
-    problems = make(jobs, many, lambda text: print(text, flush=True), seconds, stop)
+    problems = make(jobs, many, lambda text: print(text, flush=True), seconds, stop, place)
     if any(job.finished for job in jobs):
         files = picture(jobs, cfg.figure, root / "figure", cfg.aggregate)
         print(f"written to {', '.join(map(str, files))}")

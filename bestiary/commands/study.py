@@ -4,7 +4,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from bestiary.commands.parse import Flat, check_parts, load_plugins, parse
+from bestiary.commands.parse import Flat, check_parts, load_plugins, parse, take_place
 from bestiary.commands.train import Signals
 from bestiary.config import Counts
 from bestiary.errors import UserError
@@ -16,7 +16,8 @@ USAGE = """\
 usage: bestiary study riverraid --proxy score,pacifist:20 --width 256,1024 --depth 1,2 --seeds 3 [--run DIR]
 
 Trains every combination of proxy, width, depth and seed, plays whole games of every checkpoint, counts them under every
-reward, and writes DIR/report.html. Run it again with the same --run to go on.
+reward, and writes DIR/report.html. Run it again with the same --run to go on. With --runtime ray or
+ray:HOST:PORT, runs are made on a cluster.
 
 `bestiary study riverraid --help` lists every setting."""
 
@@ -39,13 +40,14 @@ class Settings:
     true: str = "score"
     """the reward that matters and that nobody is trained on, unless it is named as a proxy too"""
     jobs: int | None = None
-    """runs at a time; None: one per core"""
+    """runs at a time; None: one per core, here or with --runtime ray[:ADDRESS] of the cluster"""
     run: Path | None = None
     """where runs and report go; None: a new one under runs/"""
 
 
 def main(args: list[str]) -> int:
     load_plugins()
+    place, args = take_place(args)
     if not args or args[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if args else 2
@@ -57,21 +59,23 @@ def main(args: list[str]) -> int:
     seeds = parse_seeds(cfg.seeds, cfg.experiment.seed)
     root = cfg.run or new_path(f"{args[0]}-study", seeds[0])
     stop = Signals()
-    report = study(
-        cfg.experiment,
-        [proxy.strip() for proxy in cfg.proxy.split(",") if proxy.strip()],
-        cfg.width,
-        cfg.depth,
-        seeds,
-        root,
-        cfg.checkpoints,
-        cfg.games,
-        cfg.true,
-        cfg.jobs,
-        command=shlex.join(["bestiary", "study", *without_run(args)]),
-        say=lambda text: print(text, flush=True),
-        stop=stop,
-    )
+    with place:
+        report = study(
+            cfg.experiment,
+            [proxy.strip() for proxy in cfg.proxy.split(",") if proxy.strip()],
+            cfg.width,
+            cfg.depth,
+            seeds,
+            root,
+            cfg.checkpoints,
+            cfg.games,
+            cfg.true,
+            cfg.jobs,
+            command=shlex.join(["bestiary", "study", *without_run(args)]),
+            say=lambda text: print(text, flush=True),
+            stop=stop,
+            place=place,
+        )
     if report is None:
         print(f"stopped; the same command with --run {root} goes on")
         return 128 + stop.received

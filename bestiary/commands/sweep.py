@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from rich.console import Console
 from rich.table import Table
 
-from bestiary.commands.parse import Flat, check_parts, load_plugins, parse
+from bestiary.commands.parse import Flat, check_parts, load_plugins, parse, take_place
 from bestiary.commands.train import Signals
 from bestiary.config import Count
 from bestiary.errors import UserError
@@ -27,7 +27,8 @@ SPACE is a .toml or .json file, which says for each setting what it may be: {low
   "algo.optimizer.lr" = {low = 1e-5, high = 1e-2, log = true}
   "algo.batch-size" = {choices = [8, 16, 32]}
 
-or the name of a builtin one: %s. Run it again with the same --run to go on.
+or the name of a builtin one: %s. Run it again with the same --run to go on. With --runtime ray or
+ray:HOST:PORT, runs are made on a cluster.
 
 `bestiary sweep PRESET --help` lists every setting; presets are those of `bestiary train`."""
 SHOWN = 10
@@ -51,13 +52,14 @@ class Settings:
     prune: bool = True
     """stop a trial that is worse than half of the others were at the same time; needs --evaluation.every"""
     jobs: int | None = None
-    """runs at a time; None: one per core"""
+    """runs at a time; None: one per core, here or with --runtime ray[:ADDRESS] of the cluster"""
     run: Path | None = None
     """where trials and results go, DIR/trial0000/seed0 ...; None: a new one under runs/"""
 
 
 def main(args: list[str]) -> int:
     load_plugins()
+    place, args = take_place(args)
     if not args or args[0] in ("-h", "--help"):
         print(USAGE % ", ".join(BUILTIN))
         return 0 if args else 2
@@ -69,20 +71,22 @@ def main(args: list[str]) -> int:
 
     root = cfg.run or new_path(f"{args[0]}-sweep", cfg.experiment.seed)
     stop = Signals()
-    told = sweep(
-        cfg.experiment,
-        cfg.space,
-        cfg.trials,
-        root,
-        cfg.jobs,
-        cfg.seeds_per_trial,
-        cfg.metric,
-        cfg.last,
-        cfg.sampler,
-        cfg.prune,
-        say=lambda text: print(text, flush=True),
-        stop=stop,
-    )
+    with place:
+        told = sweep(
+            cfg.experiment,
+            cfg.space,
+            cfg.trials,
+            root,
+            cfg.jobs,
+            cfg.seeds_per_trial,
+            cfg.metric,
+            cfg.last,
+            cfg.sampler,
+            cfg.prune,
+            say=lambda text: print(text, flush=True),
+            stop=stop,
+            place=place,
+        )
     print_best(told, cfg.metric)
     files = [root / name for name in ("trials.csv", "sweep.png") if (root / name).exists()]
     print(f"written to {' and '.join(map(str, files))}")

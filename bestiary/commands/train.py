@@ -9,10 +9,11 @@ from types import FrameType
 from rich.console import Console
 
 from bestiary.cluster.supervise import supervise, watched
-from bestiary.commands.parse import Flat, check_parts, load_plugins, parse
+from bestiary.commands.parse import Flat, check_parts, load_plugins, parse, take_place
 from bestiary.display import Lines, Screen, choose_screen
 from bestiary.errors import UserError
 from bestiary.experiment import Experiment
+from bestiary.jobs import HERE, Place
 from bestiary.plugins import plugin_words
 from bestiary.presets import PRESETS, preset
 from bestiary.run import Run, new_path
@@ -28,21 +29,28 @@ class Train:
     seeds: str | None = None
     """train several side by side: how many from --seed on (5), a range (25..29) or a list (1,5,9)"""
     jobs: int | None = None
-    """with --seeds, processes at a time; None: one per core"""
+    """with --seeds, processes at a time; None: one per core, here or with --runtime ray[:ADDRESS] of the cluster"""
     plain: bool = False
     """plain lines even on a terminal"""
 
 
 def main(args: list[str]) -> int:
     load_plugins()
+    place, args = take_place(args)
     if not args or args[0] in ("-h", "--help"):
-        print("usage: bestiary train PRESET [part:choice ...] [--flags] [--seeds 5] [--run DIR]\n\npresets:")
+        print("usage: bestiary train PRESET [part:choice ...] [--flags] [--seeds 5 [--runtime ray]] [--run DIR]")
+        print("\npresets:")
         print("\n".join(f"  {name:18} {text}" for name, (_, text) in PRESETS.items()))
         print("\n`bestiary train PRESET --help` lists every setting of a preset.")
         return 0 if args else 2
     chosen = read(args)
     if chosen.seeds is not None:
-        return run_seeds(chosen, args[0])
+        with place:
+            return run_seeds(chosen, args[0], place)
+    if place is not HERE:
+        raise UserError(
+            "--runtime ray is for several seeds, a run each: name them with --seeds; runtime:ray spreads one"
+        )
     if chosen.jobs is not None:
         raise UserError("--jobs are for several seeds: name them with --seeds")
     path = chosen.run or new_path(args[0], chosen.experiment.seed)
@@ -98,14 +106,14 @@ def run_session(experiment: Experiment, path: Path, screen: Screen, checkpoint: 
     return 0
 
 
-def run_seeds(chosen: Train, name: str) -> int:
+def run_seeds(chosen: Train, name: str, place: Place) -> int:
     from bestiary import seeds
 
     numbers = seeds.parse_seeds(chosen.seeds or "", chosen.experiment.seed)
     root = chosen.run or new_path(f"{name}-x{len(numbers)}", numbers[0])
     stop = Signals()
     result = seeds.train_seeds(
-        chosen.experiment, numbers, root, chosen.jobs, say=lambda text: print(text, flush=True), stop=stop
+        chosen.experiment, numbers, root, chosen.jobs, say=lambda text: print(text, flush=True), stop=stop, place=place
     )
     console = Console()
     console.print(seeds.table(result))

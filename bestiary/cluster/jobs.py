@@ -1,0 +1,137 @@
+"""Runs side by side on a Ray cluster: each is a process on whatever node has room for it, in a directory all share."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Self
+
+from bestiary import jobs
+from bestiary.cluster import keeper
+from bestiary.cluster.connect import check_nodes, connect, disconnect, nodes
+from bestiary.errors import UserError
+from bestiary.runtime import Ray
+
+if TYPE_CHECKING:
+    from bestiary.experiment import Experiment
+
+STALE = 60.0  # seconds after which a network file system shows here what was written elsewhere
+GONE = "its node is gone, or the process there that kept it"
+
+
+class Cluster:
+    """The cluster at an address; None: that of RAY_ADDRESS, else one of our own on this machine."""
+
+    again = (3, 1)
+
+    def __init__(self, address: str | None = None) -> None:
+        self.address = address or os.environ.get("RAY_ADDRESS") or None
+        self.connected = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        if self.connected:
+            self.connected = False
+            disconnect()
+
+    def workers(self, asked: int | None, experiment: "Experiment") -> int:
+        jobs.refuse_none(asked)
+        if isinstance(experiment.runtime, Ray):
+            raise UserError(
+                "--runtime ray makes every run a process of its own: leave out runtime:ray, which spreads one run"
+            )
+        if not self.connected:
+            connect(self.address)
+            self.connected = True
+        threads = jobs.threads_of(experiment)
+        room = sum(int(node.cpus // threads) for node in nodes())
+        if not room:
+            most = max((node.cpus for node in nodes()), default=0)
+            raise UserError(f"runtime.threads={threads} fit on no node of the cluster: the largest has {most:g} cores")
+        return asked or room
+
+    def enter(self, root: Path, lock: IO[bytes]) -> None:
+        import fcntl
+
+        check_nodes(nodes(), root)
+        keeper.lock(lock, fcntl.LOCK_SH)  # shared with our runs, wherever they are; nobody else gets it for himself
+
+    def start(self, job: jobs.Job, root: Path, lock: IO[bytes]) -> jobs.Process:
+        return Kept(job, root)
+
+    def leave(self, lock: IO[bytes]) -> None:
+        """Runs whose keepers died may still be saving."""
+        import fcntl
+
+        until = time.monotonic() + keeper.PATIENCE
+        while not keeper.lock(lock, fcntl.LOCK_EX) and time.monotonic() < until:
+            time.sleep(jobs.LOOK)
+
+
+class Kept:
+    """A run's process on some node, through the actor that keeps it there."""
+
+    def __init__(self, job: jobs.Job, root: Path) -> None:
+        import ray
+
+        self.job = job
+        threads = jobs.threads_of(job.experiment)
+        path = job.path.resolve()
+        # the interpreter may be elsewhere on another node
+        words = jobs.command(path)[1:]
+        make: Any = ray.remote(keeper.Keeper)
+        self.keeper = make.options(num_cpus=threads, max_concurrency=2, max_restarts=0).remote()
+        self.up = self.keeper.process.remote()
+        self.code = self.keeper.run.remote(
+            words, str(path), str(root.resolve()), jobs.OUTPUT, {"OMP_NUM_THREADS": str(threads)}, os.getcwd()
+        )
+        self.how: jobs.Left | None = None
+        self.since = 0.0  # when it ended
+
+    def left(self) -> jobs.Left | None:
+        import ray
+
+        if self.how is None:
+            if not ray.wait([self.code], timeout=0)[0]:
+                return None
+            self._end(self._result())
+        assert self.how is not None
+        if self.how.code == 0 and not jobs.finished(self.job) and time.monotonic() < self.since + STALE:
+            return None
+        return self.how
+
+    def _result(self) -> jobs.Left:
+        import ray
+        from ray.exceptions import RayError, RayTaskError
+
+        try:
+            return jobs.Left(ray.get(self.code))
+        except RayTaskError as e:
+            return jobs.Left(-signal.SIGKILL, f"its node could not keep it: {e.cause}")
+        except RayError:
+            return jobs.Left(-signal.SIGKILL, GONE)
+
+    def _end(self, how: jobs.Left) -> None:
+        import ray
+
+        self.how, self.since = how, time.monotonic()
+        ray.kill(self.keeper)  # also one we no longer hear of: its process saves and leaves
+
+    def stop(self) -> None:
+        import ray
+
+        if self.how is not None:
+            return
+        if ray.wait([self.up], timeout=0)[0]:
+            self.keeper.signal.remote(signal.SIGTERM)
+        else:  # it still waits for a core
+            self._end(jobs.Left(128 + signal.SIGTERM))
+
+    def kill(self) -> None:
+        import ray
+
+        if self.how is None:
+            ray.wait([self.keeper.signal.remote(signal.SIGKILL)], timeout=1)
+            self._end(jobs.Left(-signal.SIGKILL))

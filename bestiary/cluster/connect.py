@@ -49,10 +49,8 @@ def own_signals() -> Iterator[None]:
 
 def connect(address: str | None, store: int = 0) -> list[Node]:
     """Join the cluster at an address; None: start one that only this machine can reach and that ends with us."""
-    # Ray listens on all interfaces unless it believes that clusters are not for this system
-    ray_constants.ENABLE_RAY_CLUSTER = address is not None
-    if address is not None:
-        _refuse_silence(address)
+    # Ray listens, and looks for others, on all interfaces unless it believes that clusters are not for this system
+    ray_constants.ENABLE_RAY_CLUSTER = address is not None and _answers_beyond_loopback(address)
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     common: dict[str, Any] = {
         "include_dashboard": False,
@@ -75,8 +73,8 @@ def connect(address: str | None, store: int = 0) -> list[Node]:
     return nodes()
 
 
-def _refuse_silence(address: str) -> None:
-    """Ray itself would try for a minute."""
+def _answers_beyond_loopback(address: str) -> bool:
+    """Whether a cluster can be reached from other machines. One that does not answer at all is refused."""
     if address == "auto":
         file = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray" / "ray_current_cluster"
         address = os.environ.get("RAY_ADDRESS") or (file.read_text().strip() if file.exists() else "")
@@ -86,9 +84,15 @@ def _refuse_silence(address: str) -> None:
     if not host or not port.isdigit():
         raise UserError(f"runtime.address={address!r} should be HOST:PORT, such as 10.0.0.5:6379, or auto")
     try:
-        socket.create_connection((host, int(port)), timeout=ANSWER).close()
+        socket.create_connection((host, int(port)), timeout=ANSWER).close()  # Ray itself would try for a minute
     except OSError as e:
         raise UserError(f"no Ray cluster answers at {address} ({e}): start it with `ray start --head`") from None
+    try:
+        ray_constants.ENABLE_RAY_CLUSTER = True
+        socket.create_connection((ray.util.get_node_ip_address(), int(port)), timeout=1).close()
+    except OSError:
+        return host not in ("127.0.0.1", "localhost", "::1")
+    return True
 
 
 def disconnect() -> None:

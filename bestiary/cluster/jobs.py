@@ -6,6 +6,9 @@ import time
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self
 
+import ray
+from ray.exceptions import RayError, RayTaskError
+
 from bestiary import jobs
 from bestiary.cluster import keeper
 from bestiary.cluster.connect import check_nodes, connect, disconnect, nodes
@@ -74,8 +77,6 @@ class Kept:
     """A run's process on some node, through the actor that keeps it there."""
 
     def __init__(self, job: jobs.Job, root: Path) -> None:
-        import ray
-
         self.job = job
         threads = jobs.threads_of(job.experiment)
         path = job.path.resolve()
@@ -91,8 +92,6 @@ class Kept:
         self.since = 0.0  # when it ended
 
     def left(self) -> jobs.Left | None:
-        import ray
-
         if self.how is None:
             if not ray.wait([self.code], timeout=0)[0]:
                 return None
@@ -103,8 +102,6 @@ class Kept:
         return self.how
 
     def _result(self) -> jobs.Left:
-        import ray
-        from ray.exceptions import RayError, RayTaskError
 
         try:
             return jobs.Left(ray.get(self.code))
@@ -114,14 +111,10 @@ class Kept:
             return jobs.Left(-signal.SIGKILL, GONE)
 
     def _end(self, how: jobs.Left) -> None:
-        import ray
-
         self.how, self.since = how, time.monotonic()
         ray.kill(self.keeper)  # also one we no longer hear of: its process saves and leaves
 
     def stop(self) -> None:
-        import ray
-
         if self.how is not None:
             return
         if ray.wait([self.up], timeout=0)[0]:
@@ -130,8 +123,6 @@ class Kept:
             self._end(jobs.Left(128 + signal.SIGTERM))
 
     def kill(self) -> None:
-        import ray
-
         if self.how is None:
             ray.wait([self.keeper.signal.remote(signal.SIGKILL)], timeout=1)
             self._end(jobs.Left(-signal.SIGKILL))

@@ -13,6 +13,7 @@ import tyro
 from bestiary.config import members
 from bestiary.errors import UserError
 from bestiary.experiment import Experiment, family
+from bestiary.extras import require
 from bestiary.jobs import HERE, Place
 from bestiary.suggest import did_you_mean
 
@@ -60,6 +61,7 @@ def take_place(args: list[str]) -> tuple[Place, list[str]]:
         match = re.fullmatch(r"ray(?::(auto|[^\s:/]+:\d+))?", value)
         if match is None:
             raise UserError(f"--runtime {value} should be ray, ray:auto or ray:HOST:PORT, such as ray:10.0.0.5:6379")
+        require("ray", "ray")
         from bestiary.cluster.jobs import Cluster
 
         place = Cluster(match[1])

@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-EXTRAS := atari,box2d,envpool,plot,sweep,video,dev
+EXTRAS := atari,box2d,envpool,plot,ray,sweep,video,dev
 
 .PHONY: train test setup bench fmt check test-learns clean
 

@@ -22,7 +22,9 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests"))
 from raynodes import kill_session, processes  # noqa: E402
 
-HOSTS, SWITCH, NET, PORT = 3, "bst-switch", "10.201.0", 6379
+SWITCH, NET, PORT = "bst-switch", "10.201.0", 6379
+CORES = (2, 1, 2)  # of each host: the learner and one actor, one actor, two actors
+HOSTS = len(CORES)
 COMMANDS = {
     "catch": "train catch --algo.batch-size 16 --frames 1G",
     "recall": "train recall algo:r2d2 --algo.warmup 2000 --frames 1G",
@@ -66,10 +68,10 @@ def on(host: int, words: list[str], output: Path, env: dict[str, str]) -> "subpr
         )  # fmt: skip
 
 
-def node(host: int, cpus: int, home: Path, env: dict[str, str]) -> "subprocess.Popen[bytes]":
+def node(host: int, home: Path, env: dict[str, str]) -> "subprocess.Popen[bytes]":
     where = [f"--port={PORT}", "--head"] if host == 0 else [f"--address={NET}.1:{PORT}"]
     words = [str(Path(sys.executable).parent / "ray"), "start", "--block", "--disable-usage-stats", *where]
-    words += [f"--node-ip-address={NET}.{host + 1}", f"--num-cpus={cpus}", "--object-store-memory=200000000"]
+    words += [f"--node-ip-address={NET}.{host + 1}", f"--num-cpus={CORES[host]}", "--object-store-memory=200000000"]
     if host == 0:
         words += ["--include-dashboard=false", f"--temp-dir={home}"]
     return on(host, words, home.parent / f"node{host}.txt", env)
@@ -96,10 +98,11 @@ class Drill:
             "RAY_health_check_timeout_ms": "2000",
             "RAY_health_check_failure_threshold": "3",
         }
-        self.nodes = {n: node(n, 3 if n == 0 else 2, home / "ray", self.env) for n in range(1)}
-        until(lambda: "Ray runtime started" in (home / "node0.txt").read_text())
+        self.nodes = {0: node(0, home / "ray", self.env)}
+        self.joined(0)
         for n in range(1, HOSTS):
-            self.nodes[n] = node(n, 2, home / "ray", self.env)
+            self.nodes[n] = node(n, home / "ray", self.env)
+            self.joined(n)
         runtime = f"runtime:ray --runtime.address {NET}.1:{PORT} --runtime.actors 4 --runtime.min-actors 1"
         runtime += f" --runtime.envs 16 --runtime.patience {PATIENCE} --runtime.shards 2 --checkpoint.frames 20000"
         runtime += " --evaluation.every 20000 --evaluation.episodes 50 --log.no-tensorboard --log.every 1000 --plain"
@@ -108,6 +111,9 @@ class Drill:
         self.rows: list[dict[str, str]] = []
         until(self.players())
         until(lambda: self.frames() > 0)
+
+    def joined(self, host: int) -> None:
+        until(lambda: "Ray runtime started" in (self.home / f"node{host}.txt").read_text())
 
     def named(self, name: str, host: int | None = None) -> list[int]:
         sessions = {p.pid for n, p in self.nodes.items() if host in (None, n)}
@@ -155,14 +161,14 @@ class Drill:
         until(lambda: self.named("ray::Judge.play"))
         self.strike("the evaluator is killed", "ray::Judge", 1, "it is played again", lambda: self.named("ray::Judge"))
         kill_session(self.nodes[2].pid)
-        self.watch("a host is gone", lost, self.players(3))
-        self.nodes[2] = node(2, 2, self.home / "ray", self.env)
+        self.watch("a host with two actors is gone", lost, self.players(2))
+        self.nodes[2] = node(2, self.home / "ray", self.env)
         self.watch("it comes back", "is back", full)
         self.slow()
         kill_session(self.nodes[2].pid, signal.SIGSTOP)
-        self.watch("a host hangs", lost, self.players(3))
+        self.watch("a host with two actors hangs", lost, self.players(2))
         kill_session(self.nodes[2].pid)
-        self.nodes[2] = node(2, 2, self.home / "ray", self.env)
+        self.nodes[2] = node(2, self.home / "ray", self.env)
         until(full)
         saved = "it goes on from its last checkpoint"
         until(lambda: any(self.run.glob("checkpoints/[0-9]*")))

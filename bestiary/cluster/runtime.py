@@ -175,9 +175,10 @@ class ClusterRuntime:
             raise fault(e) from None
         except GetTimeoutError:
             self.gone = f"the learner or the replay did not answer within {patience:g} seconds"
+            raise Lost(self.gone) from None
         except RayError as e:
             self.gone = f"the learner or the replay was lost ({short(e)})"
-        raise Lost(self.gone)
+            raise Lost(self.gone) from e
 
     # -- the loop --------------------------------------------------------------------------------------
 
@@ -289,18 +290,20 @@ class ClusterRuntime:
         try:
             answer: Any = ray.get(ref)
         except RayTaskError as e:
-            if task.what == "add":
-                raise fault(e) from None
-            if isinstance(e.cause, RayActorError):
+            if self.chooser is not None and isinstance(e.cause, RayActorError):
                 self._lose_chooser()
-                return
-            self._lose(place, f"failed: {short(fault(e))}", fault(e))
+            elif task.what == "add":
+                raise fault(e) from None
+            else:
+                self._lose(place, f"failed: {short(fault(e))}", fault(e))
             return
         except RayError as e:
-            if task.what == "add":
-                self._lose_shard(place.shard)
-            else:
+            if task.what != "add":
                 self._lose(place, f"was lost ({short(e)})")
+            elif isinstance(e, RayActorError) and e.actor_id == self.shards[place.shard]._actor_id.hex():
+                self._lose_shard(place.shard)
+            else:  # the trajectory is gone, with the node that had it
+                place.adding -= 1
             return
         if task.what == "hello":
             self.shards[place.shard].join.remote(place.lane)

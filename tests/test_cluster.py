@@ -162,6 +162,28 @@ def test_every_kind_of_replay_learns_with_several_actors_and_shards(name, cluste
     assert float(last["policy_lag"]) >= 0
 
 
+@pytest.mark.parametrize("name", ["recall", "tmaze-r2d2"])
+def test_one_process_may_choose_for_all_actors(name, cluster, tmp_path):
+    e = tiny(name, 2_500, actors=2, inference="shared", min_batch=16, actor_cpus=0.5, address=cluster.address)
+    if name == "tmaze-r2d2":
+        e = replace(e, algo=replace(e.algo, warmup=1_200, capacity=8_000))
+    bestiary.train(e, tmp_path / "run")
+    last = table(tmp_path / "run", "metrics.csv")[-1]
+    assert int(last["updates"]) > 0
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_two_learners_step_as_one(shards, cluster, tmp_path):
+    e = tiny("recall", 3_000, actors=2, learners=2, shards=shards, actor_cpus=0.5, learner_cpus=0.5)
+    e = replace(e, runtime=replace(e.runtime, address=cluster.address), algo=replace(e.algo, batch_size=4))
+    bestiary.train(e, tmp_path / "run")
+    last = table(tmp_path / "run", "metrics.csv")[-1]
+    played, learnt = int(last["steps"]), int(last["updates"]) * 2 * 4 * e.algo.unroll
+    assert 0.7 * played < learnt <= played  # an update takes a batch of each; a trajectory is learnt from once
+        0.7 * played < learnt <= played
+    )  # every update takes a batch of each, and each trajectory is learnt from once
+
+
 # -- faults ------------------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ class UniformReplay(RingReplay):
         self.seed = derive(seed, REPLAY)
         self.ring = Ring(cfg.streams, cfg.capacity, cfg.stored_state)
         self.meter = Meter(cfg.ratio, cfg.warmup)
-        self.opened = np.zeros(cfg.streams, np.int64)  # the row where each stream's episode began
+        self.opened = np.full(cfg.streams, -1)  # the row where each stream's episode began; -1: before what is kept
         # finished episodes in order of their ends: stream, first row, number of rows
         self.episodes = np.zeros((0, 3), np.int64)
 
@@ -46,7 +46,8 @@ class UniformReplay(RingReplay):
         ended = []
         for row, stream in np.argwhere(fresh):
             first, after = self.opened[stream], start + 1 + row
-            ended.append((stream, first, after - first))
+            if first >= 0:
+                ended.append((stream, first, after - first))
             self.opened[stream] = after
         oldest = self.ring.oldest
         alive = self.episodes[self.episodes[:, 1] >= oldest]

@@ -27,7 +27,7 @@ CORES = (2, 1, 2)  # of each host: the learner and one actor, one actor, two act
 HOSTS = len(CORES)
 COMMANDS = {
     "catch": "train catch --algo.batch-size 16 --frames 1G",
-    "recall": "train recall algo:r2d2 --algo.warmup 2000 --frames 1G",
+    "recall": "train tmaze-r2d2 env:recall --env.delay 6 --algo.warmup 4000 --algo.capacity 100000 --frames 1G",
 }
 PATIENCE = 10  # seconds
 
@@ -109,6 +109,8 @@ class Drill:
         self.words = [sys.executable, "-m", "bestiary", *words, *runtime.split(), "--run", str(self.run)]
         self.driver = on(0, self.words, home / "output.txt", self.env)
         self.rows: list[dict[str, str]] = []
+
+    def begin(self) -> None:
         until(self.players())
         until(lambda: self.frames() > 0)
 
@@ -215,6 +217,7 @@ def main(name: str) -> None:
     with hosts(), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
         drill = Drill(Path(home), COMMANDS[name].split())
         try:
+            drill.begin()
             drill.all()
         except BaseException:
             print(drill.output()[-3000:], file=sys.stderr)

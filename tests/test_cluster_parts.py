@@ -30,6 +30,12 @@ def trajectory(value: int, first: bool = False, rows: int = 4, streams: int = 2)
     return Trajectory(step, full.long(), {}, (torch.full((streams, 3), float(value)),), torch.full((streams,), value))
 
 
+def test_without_ray_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r'training on a cluster need the extra "ray": pip install "bestiary\[ray\]"'):
+        Ray().start(bestiary.preset("recall"))
+
+
 # -- lanes ---------------------------------------------------------------------------------------------------
 
 

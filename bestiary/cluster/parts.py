@@ -130,9 +130,10 @@ class Shard:
     def join(self, lane: int) -> None:
         self.lanes.join(lane)
 
-    def leave(self, lane: int) -> None:
+    def leave(self, lane: int) -> Added:
         self.lanes.leave(lane)
         self._pass_on()  # nobody waits for it any more
+        return self._added()
 
     def add(self, lane: int, packed: Trajectory) -> Added:
         if not self.replay.aligned:
@@ -140,6 +141,9 @@ class Shard:
         elif self.lanes.present[lane]:  # else it comes from somebody who is gone
             self.lanes.add(lane, unpack(packed))
             self._pass_on()
+        return self._added()
+
+    def _added(self) -> Added:
         return Added(self.replay.full, self.lanes.ahead())
 
     def _pass_on(self) -> None:

@@ -38,7 +38,7 @@ PAUSE = 30.0  # seconds at most before a player that keeps failing is tried agai
 class Task(NamedTuple):
     """Something asked of a process."""
 
-    what: str  # hello, play, add or learn
+    what: str  # hello, play, add, leave or learn
     who: int
     since: float
     life: int = 0  # of the player that was asked
@@ -225,15 +225,16 @@ class ClusterRuntime:
         """Everybody at their own pace."""
         for place in self.places:
             self._start(place)
-        began = time.monotonic()
+        heard = time.monotonic()  # when something was last played or learnt
         while self.frames < self.experiment.frames or self._unlearnt():
             news = self._hear()
+            heard = time.monotonic() if news.played or any(t.changed for t in news.taught) else heard
             self._give_up_on_the_silent()
             self._begin_anew()
             self._keep_busy()
-            nobody = not any(place.idle or self._busy(place) for place in self.places)
-            if self.steps == 0 and nobody and time.monotonic() - began > START:
-                raise Lost(f"no actor was ready within {START:g} seconds")
+            if time.monotonic() - heard > START + self.cfg.patience:
+                self.gone = f"nothing was played or learnt for {START + self.cfg.patience:g} seconds"
+                raise Lost(self.gone)
             if news.played or news.taught or self.notes:
                 notes, self.notes = tuple(self.notes), []
                 told = self._told(news.taught, news.played)
@@ -241,11 +242,8 @@ class ClusterRuntime:
 
     def _unlearnt(self) -> bool:
         """Whether something that was played may still be learnt from. What is still being played no longer counts."""
-        self.tasks = {ref: task for ref, task in self.tasks.items() if task.what in ("add", "learn")}
+        self.tasks = {ref: task for ref, task in self.tasks.items() if task.what not in ("hello", "play")}
         return bool(self.tasks) or self.due
-
-    def _busy(self, place: Place) -> bool:
-        return any(task.who == place.number and task.what == "play" for task in self.tasks.values())
 
     def _hear(self) -> "News":
         """Wait for what was asked, a little, and deal with all that is there."""
@@ -263,7 +261,7 @@ class ClusterRuntime:
                 continue
             if task.what == "learn":
                 self._heard_teacher(task, self._ask([ref])[0], news)
-            elif self._still_there(task):
+            elif task.what == "leave" or self._still_there(task):
                 self._heard_place(ref, task, news)
         return news
 
@@ -292,17 +290,17 @@ class ClusterRuntime:
         except RayTaskError as e:
             if self.chooser is not None and isinstance(e.cause, RayActorError):
                 self._lose_chooser()
-            elif task.what == "add":
+            elif task.what in ("add", "leave"):
                 raise fault(e) from None
             else:
                 self._lose(place, f"failed: {short(fault(e))}", fault(e))
             return
         except RayError as e:
-            if task.what != "add":
+            if task.what not in ("add", "leave"):
                 self._lose(place, f"was lost ({short(e)})")
             elif isinstance(e, RayActorError) and e.actor_id == self.shards[place.shard]._actor_id.hex():
                 self._lose_shard(place.shard)
-            else:  # the trajectory is gone, with the node that had it
+            elif task.what == "add":  # the trajectory is gone, with the node that had it
                 place.adding -= 1
             return
         if task.what == "hello":
@@ -312,8 +310,8 @@ class ClusterRuntime:
                 self.notes.append(f"actor {place.number} is back, with new episodes")
         elif task.what == "play":
             self._heard_play(place, answer, task.brings, news)
-        elif task.what == "add":
-            place.adding -= 1
+        else:
+            place.adding -= task.what == "add"
             added: Added = answer
             self.full[place.shard], self.ahead[place.shard] = added.full, added.ahead
             self.due = True
@@ -350,7 +348,7 @@ class ClusterRuntime:
         if error is not None and all(p.failures >= TRIES for p in self.places):
             raise error
         ray.kill(place.player)
-        self.shards[place.shard].leave.remote(place.lane)
+        self._note_task(self.shards[place.shard].leave.remote(place.lane), "leave", place)
         self.lost += 1
         place.idle, place.player = False, None
         pause = min(PAUSE, 2.0 ** (place.failures - 2)) if place.failures > 1 else 0.0
@@ -384,7 +382,7 @@ class ClusterRuntime:
             if place.shard == number and place.player is not None:
                 place.adding = 0
                 self.shards[number].join.remote(place.lane)
-        gone = [r for r, t in self.tasks.items() if t.what == "add" and self.places[t.who].shard == number]
+        gone = [r for r, t in self.tasks.items() if t.what in ("add", "leave") and self.places[t.who].shard == number]
         for ref in gone:
             del self.tasks[ref]
 
@@ -398,9 +396,9 @@ class ClusterRuntime:
                 self.gone = f"the learner did not answer within {self.cfg.patience:g} seconds"
                 raise Lost(self.gone)
             self.tasks.pop(ref, None)
-            if self._still_there(task):
-                place = self.places[task.who]
-                if task.what == "add":
+            place = self.places[task.who]
+            if task.what == "leave" or self._still_there(task):
+                if task.what in ("add", "leave"):
                     self._lose_shard(place.shard)
                 else:
                     self._lose(place, f"did not answer within {self.cfg.patience:g} seconds")

@@ -415,6 +415,14 @@ def test_more_than_the_cluster_has_is_refused_with_what_would_fit(settings, sent
     assert not (tmp_path / "run").exists()
 
 
+def test_what_is_wrong_with_a_part_is_told_as_it_is_told_without_a_cluster(cluster, tmp_path):
+    e = tiny("recall", 1_000, address=cluster.address)
+    e = replace(e, algo=replace(e.algo, trusted=str(tmp_path / "nobody")))
+    with pytest.raises(UserError, match=r"nobody is not a run: it has no experiment\.json"):
+        bestiary.train(e, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_other_versions_on_a_node_are_refused(cluster, monkeypatch, tmp_path):
     import bestiary.run
 

@@ -117,6 +117,20 @@ def on(node: Node, soft: bool = True) -> Any:
     return NodeAffinitySchedulingStrategy(node.id, soft=soft)
 
 
+def later(kind: type) -> type:
+    """The same, but built when it is asked for `hello`: what goes wrong there is told as it is, not as a death."""
+
+    class Later(kind):
+        def __init__(self, *words: Any) -> None:
+            self.words = words
+
+        def hello(self) -> None:
+            super().__init__(*self.words)
+
+    Later.__name__ = Later.__qualname__ = kind.__name__  # by which its process can be found
+    return Later
+
+
 def process(kind: type, cpus: float = 0, gpus: float = 0, **options: Any) -> Any:
     """What a process of this kind is started with: `.remote(...)` gives a handle to it."""
     return ray.remote(num_cpus=cpus, num_gpus=gpus)(kind).options(**options)

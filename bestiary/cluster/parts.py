@@ -89,9 +89,6 @@ class Player:
             self.actor = asking.ask(chooser, (number, life))
         self.actor.version = -1  # has no weights yet
 
-    def hello(self) -> None:
-        """Answers once all is built."""
-
     def play(self, version: int, weights: FlatWeights) -> tuple[Played, Trajectory]:
         started = time.perf_counter()
         if self.chooser is None and version != self.actor.version:
@@ -123,9 +120,6 @@ class Shard:
         self.replay = config.build(seed, spec, memory)
         self.envs = runtime.envs
         self.lanes = Lanes(runtime.streams // runtime.envs)
-
-    def hello(self) -> None:
-        """Answers once all is built."""
 
     def join(self, lane: int) -> None:
         self.lanes.join(lane)
@@ -209,9 +203,6 @@ class Teacher:
         self.shards: dict[int, Any] = {}
         self.next = 0  # of them, which to ask
         self.asked: list[tuple[int, Any]] = []  # batches on their way: shard, reference
-
-    def hello(self) -> None:
-        """Answers once all is built."""
 
     def use(self, shards: dict[int, Any]) -> None:
         """By their numbers."""

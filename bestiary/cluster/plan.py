@@ -17,6 +17,10 @@ class Needs(NamedTuple):
     weights: int
     shard: int  # of a replay shard when it is full
 
+    def store(self, actors: int) -> int:
+        """Shared memory that may be needed at a time."""
+        return (FLYING * actors + OTHERS) * self.trajectory + OTHERS * self.weights
+
 
 class Plan(NamedTuple):
     learners: list[Node]
@@ -74,7 +78,7 @@ def plan(nodes: list[Node], runtime: Ray, needs: Needs) -> Plan:
             + (f"--runtime.actor-cpus to {int(less * 1000) / 1000:g}, " if less >= 0.001 else "")
             + "or let them join later with --runtime.min-actors"
         )
-    store = (FLYING * runtime.actors + OTHERS) * needs.trajectory + OTHERS * needs.weights
+    store = needs.store(runtime.actors)
     have = sum(node.store for node in nodes)
     if store > have:
         raise UserError(

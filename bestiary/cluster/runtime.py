@@ -15,7 +15,7 @@ import torch
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from torch import Tensor
 
-from bestiary.cluster.connect import check_nodes, connect, disconnect, on, process
+from bestiary.cluster.connect import check_nodes, connect, disconnect, later, on, process
 from bestiary.cluster.parts import Added, Held, Judge, Order, Played, Player, Shard, Taught, Teacher
 from bestiary.cluster.plan import Needs, plan
 from bestiary.cluster.wire import Flat, pack
@@ -87,9 +87,8 @@ class ClusterRuntime:
         config = experiment.algo.replay(self.cfg.streams).share(*self.cfg.parts)
         row = row_bytes(self.spec) + 4 * self.spec.num_actions
         needs = Needs(row * (unroll + 1) * self.cfg.envs, self.flat.bytes, config.room(self.spec, unroll))
-        store = (3 * self.cfg.actors + 4) * needs.trajectory + 4 * needs.weights
         try:
-            found = connect(self.cfg.address, 2 * store)
+            found = connect(self.cfg.address, 2 * needs.store(self.cfg.actors))
             check_nodes(found)
             self.plan = plan(found, self.cfg, needs)
             self._build()
@@ -108,7 +107,7 @@ class ClusterRuntime:
         """All but the players, who need to know how often the run was resumed."""
         cores, gpus = self.cfg.learner_cpus, self.plan.gpus
         self.teachers = [
-            process(Teacher, cores, gpus, scheduling_strategy=on(node)).remote(self.order, self.spec, rank)
+            process(later(Teacher), cores, gpus, scheduling_strategy=on(node)).remote(self.order, self.spec, rank)
             for rank, node in enumerate(self.plan.learners)
         ]
         self.teacher = self.teachers[0]  # speaks for all
@@ -136,7 +135,9 @@ class ClusterRuntime:
         self._ask([teacher.use.remote(shards) for teacher, shards in zip(self.teachers, mine, strict=True)])
 
     def _new_shard(self, number: int) -> Any:
-        return process(Shard, scheduling_strategy=on(self.plan.shards[number])).remote(self.order, self.spec, number)
+        return process(later(Shard), scheduling_strategy=on(self.plan.shards[number])).remote(
+            self.order, self.spec, number
+        )
 
     def _new_chooser(self) -> None:
         from bestiary.cluster.inference import Chooser
@@ -156,7 +157,7 @@ class ClusterRuntime:
         place.life += 1
         planned = self.plan.actors[place.number]
         where = on(planned) if planned is not None and place.life == 0 else "SPREAD"
-        player = process(Player, self.cfg.actor_cpus, scheduling_strategy=where)
+        player = process(later(Player), self.cfg.actor_cpus, scheduling_strategy=where)
         place.player = player.remote(self.order, place.number, place.life, self.resumes, self.explored, self.chooser)
         place.idle, place.again, place.adding = False, 0.0, 0
         self._note_task(place.player.hello.remote(), "hello", place)

@@ -111,8 +111,13 @@ def row_of(run: Path, seed: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def write(name: str, rows: list[dict[str, Any]]) -> None:
+def write(name: str, rows: list[dict[str, Any]], order: list[str]) -> None:
+    """Tracks, or presets, of which no run is here keep what was collected before."""
     TABLES.mkdir(exist_ok=True)
+    by = next(iter(rows[0]))
+    new = {row[by] for row in rows}
+    rows += [row for row in (log(TABLES, name) if (TABLES / name).exists() else []) if row[by] not in new]
+    rows.sort(key=lambda row: order.index(row[by]))
     with (TABLES / name).open("w", newline="") as file:
         lines = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         lines.writeheader()
@@ -133,7 +138,7 @@ def collect() -> None:
             parts += [{"preset": preset, "part": part} | row_of(run, seed) for seed in tested(run)]
     for name, rows in (("tracks.csv", ends), ("curves.csv", curves), ("parts.csv", parts)):
         if rows:
-            write(name, rows)
+            write(name, rows, [*TRACKS])
 
 
 def grouped(name: str, *by: str) -> dict[tuple[str, ...], list[dict[str, str]]]:

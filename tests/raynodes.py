@@ -1,10 +1,12 @@
 """Ray nodes as processes of their own, to be joined, killed and stopped; and what runs on them."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -36,7 +38,8 @@ class Nodes:
         self.port = free_port()
         self.address = f"127.0.0.1:{self.port}"
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.add(cpus, "--head", f"--port={self.port}", "--include-dashboard=false", f"--temp-dir={home / 'ray'}")
+        self.temporary = tempfile.mkdtemp(prefix="ray")  # names of sockets must be short
+        self.add(cpus, "--head", f"--port={self.port}", "--include-dashboard=false", f"--temp-dir={self.temporary}")
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             try:
@@ -65,6 +68,7 @@ class Nodes:
         for process in reversed(self.processes):
             kill_session(process.pid)
             process.wait()
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
 
 def kill_session(leader: int, number: int = signal.SIGKILL) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from bestiary import jobs
 from bestiary.cli import main
+from bestiary.commands.parse import take_place
 from bestiary.commands.sweep import read
 from bestiary.commands.train import read as read_train
 from bestiary.errors import UserError
@@ -340,7 +341,7 @@ def test_searches_in_the_documents_are_understood():
     assert commands
     for words in commands:
         assert words[0] in PRESETS, words
-        read(words)
+        read(take_place(words)[1])
 
 
 def test_the_space_in_the_documents_is_one():

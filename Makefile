@@ -37,6 +37,7 @@ bench: setup
 	$(BIN)/bestiary bench replay
 	$(BIN)/bestiary bench apex-atari
 	$(BIN)/bestiary bench r2d2-atari
+	$(BIN)/bestiary bench cluster
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache

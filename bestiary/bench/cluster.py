@@ -31,6 +31,8 @@ class Settings:
     """T"""
     actors: tuple[int, ...] = (1, 2)
     """how many share the environments; each number is measured"""
+    points: tuple[int, ...] = (1, 2, 4)
+    """actors with all the environments each, for `bestiary bench scaling` to be held to"""
     shared: bool = True
     """measure inference shared by all actors too"""
     rounds: int = 5
@@ -174,12 +176,18 @@ def main(cfg: Settings) -> dict[str, Any]:
         "told": told,
         "parts": alone,
         "measured": measured(cfg, alone),
-        "points": [
-            {"actors": many, "frames_per_second": 4 * found[f"Ray, {many} actor{'s' * (many > 1)}"]}
-            for many in cfg.actors
-        ],
+        "points": [{"actors": many, "frames_per_second": 4 * point(cfg, many)} for many in cfg.points],
         "settings": asdict(cfg),
     }
+
+
+def point(cfg: Settings, many: int) -> float:
+    """Agent steps a second of so many actors with all the environments each."""
+    runtime = Ray(actors=many, envs=cfg.envs, actor_cpus=max(0.1, (cores() - 1) / many))
+    with closing(runtime.start(atari(cfg, runtime))) as running:
+        loop = iter(running)
+        next(loop)
+        return steps_per_second(loop, 2 * cfg.seconds)[0]
 
 
 def measured(cfg: Settings, alone: dict[str, float]) -> dict[str, Any]:

@@ -11,7 +11,9 @@ train: setup            ## train the default job, evaluate it, say where the res
 	$(BIN)/bestiary eval runs/latest
 
 test: check             ## lint, types and the test suite
-	$(BIN)/python -m pytest -n auto --dist worksteal --durations=15
+	$(BIN)/python -m pytest -n auto --dist worksteal --durations=15 --ignore tests/test_cluster.py --ignore tests/test_cluster_jobs.py
+	$(BIN)/python -m pytest --durations=5 tests/test_cluster.py
+	$(BIN)/python -m pytest --durations=5 tests/test_cluster_jobs.py
 
 setup: $(VENV)/.setup-done
 

@@ -27,14 +27,11 @@ class Nodes:
     def __init__(self, home: Path, cpus: int) -> None:
         self.home = home
         self.env = os.environ | {
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN_PATH": str(home / "token"),
+            "RAY_AUTH_MODE": "disabled",  # Ray may have been imported before: then it no longer hears of a token
             "RAY_health_check_period_ms": "500",
             "RAY_health_check_timeout_ms": "1000",
             "RAY_health_check_failure_threshold": "3",
         }
-        (home / "token").write_text("a" * 64)
-        (home / "token").chmod(0o600)
         self.port = free_port()
         self.address = f"127.0.0.1:{self.port}"
         self.processes: list[subprocess.Popen[bytes]] = []

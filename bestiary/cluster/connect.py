@@ -1,5 +1,6 @@
 """Reaching a Ray cluster: one of our own on this machine, or one that is already there."""
 
+import gc
 import logging
 import os
 import signal
@@ -97,6 +98,7 @@ def _answers_beyond_loopback(address: str) -> bool:
 
 def disconnect() -> None:
     if ray.is_initialized():
+        gc.collect()  # a handle that goes later would be taken for one of the next cluster's
         with own_signals():
             ray.shutdown()
 

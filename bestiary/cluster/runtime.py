@@ -482,6 +482,9 @@ class ClusterRuntime:
     def close(self) -> None:
         if not self.closed:
             self.closed = True
+            # numbers of processes repeat in the next cluster joined from here: no handle may outlive this one
+            self.teachers, self.shards, self.places, self.tasks = [], [], [], {}
+            self.teacher = self.judge = self.chooser = self.weights_ref = None
             disconnect()  # what belongs to this run ends with its driver
 
 

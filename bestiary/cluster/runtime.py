@@ -106,11 +106,11 @@ class ClusterRuntime:
     def _build(self) -> None:
         """All but the players, who need to know how often the run was resumed."""
         cores, gpus = self.cfg.learner_cpus, self.plan.gpus
-        self.teachers = [
+        self.teachers: list[Any] = [
             process(later(Teacher), cores, gpus, scheduling_strategy=on(node)).remote(self.order, self.spec, rank)
             for rank, node in enumerate(self.plan.learners)
         ]
-        self.teacher = self.teachers[0]  # speaks for all
+        self.teacher: Any = self.teachers[0]  # speaks for all
         self.shards = [self._new_shard(number) for number in range(self.cfg.shards)]
         self.judge: Any = None
         self.chooser: Any = None

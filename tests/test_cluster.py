@@ -233,7 +233,7 @@ def test_players_a_shard_and_the_evaluator_are_replaced_and_training_goes_on(clu
             lambda: others("ray::Judge"),
             lambda: "is played again" in (tmp_path / "run" / "events.txt").read_text(),
             lambda: len(evaluated.read_text().splitlines()) > 1,
-            lambda: len(cluster.named("ray::Player.")) == 4,
+            lambda: (tmp_path / "run" / "events.txt").read_text().count("is back, with new episodes") == 7,
         ],
     )
     lost = [note for note in told if "was lost (its process or node is gone); another takes its place" in note]

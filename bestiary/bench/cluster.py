@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from bestiary import tree
 from bestiary.bench import medians
 from bestiary.experiment import Experiment
 from bestiary.machine import cores
@@ -110,16 +111,8 @@ def parts(cfg: Settings) -> dict[str, float]:
             },
             3 * cfg.rounds,
         )
-        sizes = {"trajectory_bytes": float(tree_bytes(packed)), "weights_bytes": float(weights.nbytes)}
+        sizes = {"trajectory_bytes": float(tree.size(trajectory)), "weights_bytes": float(weights.nbytes)}
     return measured | sizes
-
-
-def tree_bytes(packed: Any) -> int:
-    if isinstance(packed, dict):
-        return sum(tree_bytes(part) for part in packed.values())
-    if isinstance(packed, tuple | list):
-        return sum(tree_bytes(part) for part in packed)
-    return packed.nbytes
 
 
 def main(cfg: Settings) -> dict[str, Any]:

@@ -48,7 +48,6 @@ class Chooser:
         self.waiting: list[Request] = []
         self.arrived = asyncio.Event()
         self.worker: asyncio.Task[None] | None = None
-        self.sizes = [0, 0]  # batches, and environments in them
 
     async def load(self, version: int, weights: FlatWeights) -> None:
         if version > self.version:
@@ -66,10 +65,6 @@ class Chooser:
         self.waiting.append(Request(who, unpack(step), unpack(explore), opens, answer))
         self.arrived.set()
         return await answer
-
-    async def mean_batch(self) -> float:
-        """Environments in a batch, so far."""
-        return self.sizes[1] / max(1, self.sizes[0])
 
     async def _work(self) -> None:
         while True:
@@ -102,7 +97,6 @@ class Chooser:
     @torch.no_grad()
     def _choose(self, batch: list[Request]) -> None:
         widths = [len(r.explore) for r in batch]
-        self.sizes = [self.sizes[0] + 1, self.sizes[1] + sum(widths)]
         before = [self.memory.get(r.who) or self.agent.initial_state(n) for r, n in zip(batch, widths, strict=True)]
         step = tree.to_device(tree.cat([r.step for r in batch]), self.device)
         explore = torch.cat([r.explore for r in batch]).to(self.device)

@@ -350,6 +350,8 @@ class ClusterRuntime:
             raise error
         ray.kill(place.player)
         self._note_task(self.shards[place.shard].leave.remote(place.lane), "leave", place)
+        if self.chooser is not None:
+            self.chooser.forget.remote(place.number)
         self.lost += 1
         place.idle, place.player = False, None
         pause = min(PAUSE, 2.0 ** (place.failures - 2)) if place.failures > 1 else 0.0

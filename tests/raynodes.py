@@ -56,6 +56,10 @@ class Nodes:
         )
         return self.processes[-1]
 
+    def started(self, node: "subprocess.Popen[bytes]") -> bool:
+        """Whether a node has joined the others."""
+        return "Ray runtime started" in (self.home / f"node{self.processes.index(node)}.txt").read_text()
+
     def named(self, name: str) -> list[int]:
         """Processes on these nodes that Ray named so, such as ray::Player."""
         sessions = {process.pid for process in self.processes}

@@ -19,7 +19,7 @@ from raynodes import Nodes, descendants, kill_session, processes
 
 import bestiary
 from bestiary.algos import Impala
-from bestiary.errors import UserError
+from bestiary.errors import Lost, UserError
 from bestiary.experiment import Experiment
 from bestiary.extras import available
 from bestiary.runtime import Local, Ray
@@ -155,11 +155,11 @@ def test_every_kind_of_replay_learns_with_several_actors_and_shards(name, cluste
     if name == "tmaze-r2d2":
         e = replace(e, algo=replace(e.algo, warmup=1_200, capacity=8_000))
     runtime = Ray(envs=8, threads=1, actors=3, shards=2, address=cluster.address)
-    bestiary.train(replace(e, runtime=runtime, frames=3_000), tmp_path / "run")
-    last = table(tmp_path / "run", "metrics.csv")[-1]
-    assert int(last["updates"]) > 0
-    assert float(last["actors"]) == 3
-    assert float(last["policy_lag"]) >= 0
+    for progress in bestiary.iterate(replace(e, runtime=runtime, frames=10_000_000), tmp_path / "run"):
+        if progress.updates and progress.frames > 3_000 and progress.metrics.get("actors") == 3:
+            break  # all play, and something is learnt from it
+    assert progress.metrics.get("unroll_seconds", 1.0) > 0
+    assert progress.metrics["policy_lag"] >= 0
 
 
 @pytest.mark.parametrize("name", ["recall", "tmaze-r2d2"])
@@ -269,7 +269,7 @@ def test_a_player_that_hangs_is_given_up_after_a_while(cluster, tmp_path):
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_node_that_joins_brings_players_and_one_that_dies_or_hangs_costs_its_own(fault, cluster, tmp_path):
     """In a replay whose streams turn together: nobody waits for those that are gone. Before that, the node is slow."""
-    second = cluster.add(4)
+    second = cluster.add(3)  # the smaller one: the learner is on the other
     e = tiny("tmaze", 100_000_000, actors=6, min_actors=2, patience=20.0, address=cluster.address)
     told: list[str] = []
     struck, frames = 0.0, 0
@@ -293,6 +293,58 @@ def test_a_node_that_joins_brings_players_and_one_that_dies_or_hangs_costs_its_o
     finally:
         kill_session(second.pid)
     assert struck
+
+
+def test_an_evaluation_that_stands_still_is_played_again_and_then_left_out(cluster, tmp_path):
+    """Long games are waited for, hung ones are not: a process that is stopped says nothing, whatever it plays."""
+    e = tiny("recall", 10_000_000, actors=2, patience=3.0, actor_cpus=0.5, address=cluster.address)
+    e = replace(e, evaluation=replace(e.evaluation, every=2_000, episodes=2_000_000))
+    seen: dict[int, float] = {}
+    stopped: set[int] = set()
+
+    def stop() -> bool:
+        """Once it has played for a while: before that it may take its time."""
+        for pid in cluster.named("ray::Judge"):
+            if pid not in stopped and time.monotonic() - seen.setdefault(pid, time.monotonic()) > 8:
+                os.kill(pid, signal.SIGSTOP)
+                stopped.add(pid)
+                return True
+        return False
+
+    events = tmp_path / "run" / "events.txt"
+    watch(
+        e,
+        tmp_path / "run",
+        [stop, stop, lambda: "it stood still for 3 seconds); it is left out" in events.read_text()],
+    )
+    assert "it stood still for 3 seconds); it is played again" in events.read_text()
+
+
+def test_a_node_that_dies_with_one_of_two_learners_costs_no_more_than_the_last_checkpoint(cluster, tmp_path):
+    second = cluster.add(4)
+    until(lambda: cluster.started(second))
+    e = tiny("recall", 100_000_000, actors=2, learners=2, actor_cpus=0.25, learner_cpus=2.5, patience=20.0)
+    e = replace(e, runtime=replace(e.runtime, address=cluster.address), algo=replace(e.algo, batch_size=4))
+    struck = False
+    try:
+        with pytest.raises(Lost, match="lost"):
+            for progress in bestiary.iterate(e, tmp_path / "run"):
+                if not struck and progress.updates > 20:
+                    kill_session(second.pid)
+                    struck = True
+        assert struck
+    finally:
+        kill_session(second.pid)
+
+
+def test_a_node_with_other_versions_that_joins_later_is_not_played_on(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr("bestiary.cluster.runtime.versions", lambda: {"torch": "0.1"})
+    e = tiny("recall", 100_000, actors=1, address=cluster.address)
+    for progress in bestiary.iterate(e, tmp_path / "run"):
+        if progress.notes:
+            break
+    assert "found itself on a node with python" in progress.notes[0]
+    assert progress.frames == 0
 
 
 LAST = 200_000

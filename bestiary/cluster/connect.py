@@ -82,7 +82,7 @@ def _answers_beyond_loopback(address: str) -> bool:
         if not address:
             raise UserError("runtime.address=auto finds no cluster on this machine: start one with `ray start --head`")
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    if "://" in address or not host or not port.isdigit():
         raise UserError(f"runtime.address={address!r} should be HOST:PORT, such as 10.0.0.5:6379, or auto")
     try:
         socket.create_connection((host, int(port)), timeout=ANSWER).close()  # Ray itself would try for a minute
@@ -120,14 +120,23 @@ def on(node: Node, soft: bool = True) -> Any:
 
 
 def later(kind: type) -> type:
-    """The same, but built when it is asked for `hello`: what goes wrong there is told as it is, not as a death."""
+    """The same, but built when it is asked for `hello`: what goes wrong there is told as it is, not as a death.
+
+    It answers `placed` as soon as there is a node for it, and `hello` with the versions found there.
+    """
 
     class Later(kind):
         def __init__(self, *words: Any) -> None:
             self.words = words
 
-        def hello(self) -> None:
+        def placed(self) -> None:
+            return
+
+        def hello(self) -> dict[str, str]:
+            from bestiary.run import versions
+
             super().__init__(*self.words)
+            return versions()
 
     Later.__name__ = Later.__qualname__ = kind.__name__  # by which its process can be found
     return Later
@@ -152,6 +161,12 @@ def _look(path: str | None) -> tuple[dict[str, str], bool]:
         return versions(), True
     except OSError:
         return versions(), False
+
+
+def other_version(theirs: dict[str, str], mine: dict[str, str]) -> str:
+    """The first of what must be the same everywhere and is not; empty: all is well."""
+    different = (name for name in COMPARED if theirs.get(name) != mine.get(name))
+    return next((f"{name} {theirs.get(name)}, this machine {mine.get(name)}" for name in different), "")
 
 
 def check_nodes(found: list[Node], shared: Path | None = None) -> None:
@@ -179,12 +194,8 @@ def check_nodes(found: list[Node], shared: Path | None = None) -> None:
                 raise UserError(
                     f"node {node.name} does not answer within a minute: remove it from the cluster"
                 ) from None
-            for name in COMPARED:
-                if theirs.get(name) != mine.get(name):
-                    raise UserError(
-                        f"node {node.name} has {name} {theirs.get(name)}, this machine {mine.get(name)}: "
-                        "install the same version everywhere"
-                    )
+            if other := other_version(theirs, mine):
+                raise UserError(f"node {node.name} has {other}: install the same version everywhere")
             if not sees:
                 raise UserError(f"node {node.name} cannot write to {shared}: choose a directory that all nodes share")
     finally:

@@ -1,7 +1,6 @@
 """The processes of a cluster: players, shards of the replay, a teacher and a judge. Ray is around them, not in them."""
 
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -293,6 +292,15 @@ class Judge:
         with torch.random.fork_rng(devices=[]):
             agent = self.experiment.algo.agent(spec, self.experiment.net, self.experiment.core)
         self.flat = Flat(agent.state_dict())
+        self.beats = 0  # looks at what has been played, ever
 
-    def play(self, weights: FlatWeights, stop: Callable[[], bool] = lambda: False) -> list[Episode]:
-        return prepare(self.experiment, self.flat.unpack(weights), torch.device("cpu"), threads=1)(stop)
+    def play(self, weights: FlatWeights) -> list[Episode]:
+        def go_on() -> bool:
+            self.beats += 1
+            return False
+
+        return prepare(self.experiment, self.flat.unpack(weights), torch.device("cpu"), threads=1)(go_on)
+
+    def pulse(self) -> int:
+        """Something that changes while games are played, to be asked for meanwhile."""
+        return self.beats

@@ -29,6 +29,7 @@ class Plan(NamedTuple):
     chooser: Node | None  # who infers for all
     actors: list[Node | None]  # None: waits for a node to join
     gpus: float  # for each learner
+    chooser_gpus: float
     store: int  # bytes of shared memory that all this may need at a time
     lines: tuple[str, ...]  # for people
 
@@ -39,7 +40,11 @@ def plan(nodes: list[Node], runtime: Ray, needs: Needs) -> Plan:
         raise UserError("the cluster has no node that is alive")
     free = {node.id: [node.cpus, node.gpus, node.memory] for node in nodes}
     wanted = runtime.device in ("auto",) or runtime.device.startswith("cuda")
-    gpus = (1.0 if wanted and any(node.gpus >= 1 for node in nodes) else 0.0) if runtime.gpus is None else runtime.gpus
+    shared = runtime.inference == "shared"
+    there = sum(node.gpus for node in nodes) if wanted else 0.0
+    gpus = runtime.gpus
+    if gpus is None:  # with fewer than one each, whoever chooses and the learner share
+        gpus = 0.0 if there < 1 else 0.5 if shared and there < runtime.learners + 1 else 1.0
 
     def take(what: str, cpus: float, gpu: float, memory: int, among: list[Node]) -> Node | None:
         """Of the nodes that have it, the one with most left."""
@@ -62,9 +67,11 @@ def plan(nodes: list[Node], runtime: Ray, needs: Needs) -> Plan:
     learners = [must("learner", runtime.learner_cpus, gpus, 0, nodes) for _ in range(runtime.learners)]
     beside = [learners[0]] if runtime.replay_at == "learner" else nodes
     shards = [must("replay shard", 0, 0, needs.shard, beside) for _ in range(runtime.shards)]
-    chooser = None
-    if runtime.inference == "shared":
-        chooser = must("shared inference", runtime.actor_cpus, 0, 0, nodes)
+    chooser, chooser_gpus = None, 0.0
+    if shared:
+        most = max(free[node.id][1] for node in nodes) if wanted else 0.0
+        chooser_gpus = min(1.0, most)
+        chooser = must("shared inference", runtime.actor_cpus, chooser_gpus, 0, nodes)
     actors = [take("actor", runtime.actor_cpus, 0, 0, nodes) for _ in range(runtime.actors)]
     placed = sum(node is not None for node in actors)
     if placed < (runtime.min_actors or runtime.actors):
@@ -87,8 +94,8 @@ def plan(nodes: list[Node], runtime: Ray, needs: Needs) -> Plan:
             "or start nodes with a larger --object-store-memory"
         )
     judge = max(nodes, key=lambda n: (n.id != learners[0].id, free[n.id][0]))
-    lines = _lines(nodes, runtime, needs, learners, shards, chooser, judge, actors, gpus, store)
-    return Plan(learners, shards, judge, chooser, actors, gpus, store, lines)
+    lines = _lines(nodes, runtime, needs, learners, shards, chooser, judge, actors, (gpus, chooser_gpus), store)
+    return Plan(learners, shards, judge, chooser, actors, gpus, chooser_gpus, store, lines)
 
 
 def _has(nodes: list[Node]) -> str:
@@ -106,18 +113,18 @@ def _lines(
     chooser: Node | None,
     judge: Node,
     actors: list[Node | None],
-    gpus: float,
+    gpus: tuple[float, float],
     store: int,
 ) -> tuple[str, ...]:
     found = []
     for node in nodes:
         here = []
         if count := learners.count(node):
-            here.append(f"{count} learner{'s' * (count > 1)} ({runtime.learner_cpus:g} cores, {gpus:g} GPUs each)")
+            here.append(f"{count} learner{'s' * (count > 1)} ({runtime.learner_cpus:g} cores, {gpus[0]:g} GPUs each)")
         if count := shards.count(node):
             here.append(f"{count} replay shard{'s' * (count > 1)} (up to {needs.shard / 2**20:,.0f} MiB each)")
         if node == chooser:
-            here.append("inference for all")
+            here.append(f"inference for all ({runtime.actor_cpus:g} cores, {gpus[1]:g} GPUs)")
         if node == judge:
             here.append("evaluation")
         if count := actors.count(node):

@@ -8,14 +8,15 @@ last checkpoint, in a new driver.
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import ray
 import torch
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError
 from torch import Tensor
 
-from bestiary.cluster.connect import check_nodes, connect, disconnect, later, on, process
+from bestiary.cluster.connect import check_nodes, connect, disconnect, later, on, other_version, process
 from bestiary.cluster.parts import Added, Held, Judge, Order, Played, Player, Shard, Taught, Teacher
 from bestiary.cluster.plan import Needs, plan
 from bestiary.cluster.wire import Flat, pack
@@ -24,8 +25,10 @@ from bestiary.experiment import Experiment
 from bestiary.machine import choose_device
 from bestiary.plugins import used
 from bestiary.replay.base import row_bytes
+from bestiary.run import versions
 from bestiary.runtime import Ray
 from bestiary.seeding import TRAIN
+from bestiary.together import Parted
 from bestiary.types import Episode, Progress, Snapshot, Spec
 
 START = 120.0  # seconds that a process may take to start
@@ -38,7 +41,7 @@ PAUSE = 30.0  # seconds at most before a player that keeps failing is tried agai
 class Task(NamedTuple):
     """Something asked of a process."""
 
-    what: str  # hello, play, add, leave or learn
+    what: str  # placed, hello, play, add, leave or learn
     who: int
     since: float
     life: int = 0  # of the player that was asked
@@ -52,6 +55,7 @@ class Place:
         self.number, self.shard, self.lane = number, shard, lane
         self.player: Any = None
         self.life = -1  # how many played here before
+        self.ready = False  # has said hello
         self.idle = False  # ready, and nothing was asked of it
         self.adding = 0  # trajectories on their way into the replay
         self.failures = 0  # in a row
@@ -82,6 +86,7 @@ class ClusterRuntime:
         self.gone = ""  # why nothing can go on
         self.explored: Snapshot = {}
         self.lost = 0  # players, ever
+        self.versions = versions()
         self.order = Order(experiment.to_json(), tuple(used()))
         unroll = experiment.algo.unroll
         config = experiment.algo.replay(self.cfg.streams).share(*self.cfg.parts)
@@ -116,6 +121,7 @@ class ClusterRuntime:
         self.chooser: Any = None
         if self.cfg.inference == "shared":
             self._new_chooser()
+        self._wait_for_room([*self.teachers, *self.shards])
         self._ask([part.hello.remote() for part in (*self.teachers, *self.shards)], START)
         self._share_out()
         shards = self.cfg.shards
@@ -123,8 +129,19 @@ class ClusterRuntime:
         self.full = [False] * shards
         self.renewed = [0.0] * shards  # when a shard was last replaced
         self.held: dict[int, Held] = {}  # what the shards last said of themselves
+        self.untold: list[Played] = []
         self.ahead: list[list[int]] = [[] for _ in range(shards)]
         self.learning, self.due = 0, False  # learners at work; whether there may be something to learn
+
+    def _wait_for_room(self, parts: list[Any]) -> None:
+        """The plan knows what nodes have, not what others use of it."""
+        _, waiting = ray.wait([part.placed.remote() for part in parts], num_returns=len(parts), timeout=START)
+        if waiting:
+            free, have = (found.get("CPU", 0.0) for found in (ray.available_resources(), ray.cluster_resources()))
+            raise UserError(
+                f"the learner or the replay found no room within {START:g} seconds: of the cluster's {have:g} cores "
+                f"{free:g} are free; end what else runs there, or add nodes"
+            )
 
     def _share_out(self) -> None:
         """Which shards each learner draws from: its own, or all where there are too few."""
@@ -144,12 +161,16 @@ class ClusterRuntime:
 
         assert self.plan.chooser is not None
         where, many = on(self.plan.chooser), 2 * self.cfg.actors + 4
-        chooser = process(Chooser, self.cfg.actor_cpus, scheduling_strategy=where, max_concurrency=many)
+        cores, gpus = self.cfg.actor_cpus, self.plan.chooser_gpus
+        chooser = process(later(Chooser), cores, gpus, scheduling_strategy=where, max_concurrency=many)
         self.chooser = chooser.remote(self.order, self.spec)
+        self._ask([self.chooser.hello.remote()], START)
 
     def _new_judge(self) -> Any:
         if self.judge is None:
-            self.judge = process(Judge, scheduling_strategy=on(self.plan.judge)).remote(self.order, self.spec)
+            # the second one at a time asks whether it still plays
+            judge = process(Judge, scheduling_strategy=on(self.plan.judge), max_concurrency=2)
+            self.judge = judge.remote(self.order, self.spec)
         return self.judge
 
     def _start(self, place: Place) -> None:
@@ -159,8 +180,8 @@ class ClusterRuntime:
         where = on(planned) if planned is not None and place.life == 0 else "SPREAD"
         player = process(later(Player), self.cfg.actor_cpus, scheduling_strategy=where)
         place.player = player.remote(self.order, place.number, place.life, self.resumes, self.explored, self.chooser)
-        place.idle, place.again, place.adding = False, 0.0, 0
-        self._note_task(place.player.hello.remote(), "hello", place)
+        place.ready, place.idle, place.again, place.adding = False, False, 0.0, 0
+        self._note_task(place.player.placed.remote(), "placed", place)
 
     def _note_task(self, ref: Any, what: str, place: Place, brings: Any = None) -> None:
         self.tasks[ref] = Task(what, place.number, time.monotonic(), place.life, brings)
@@ -173,6 +194,9 @@ class ClusterRuntime:
         try:
             return ray.get(refs, timeout=patience)
         except RayTaskError as e:
+            if isinstance(e.cause, Parted):  # of several learners one is gone, and another was the first to see it
+                self.gone = f"one of the learners was lost ({short(e.cause)})"
+                raise Lost(self.gone) from None
             raise fault(e) from None
         except GetTimeoutError:
             self.gone = f"the learner or the replay did not answer within {patience:g} seconds"
@@ -207,17 +231,19 @@ class ClusterRuntime:
         for place in self.places:
             self._start(place)
             self._ask([place.player.hello.remote(), self.shards[place.shard].join.remote(place.lane)], START)
+            place.ready = True
         self.tasks.clear()
         while self.frames < self.experiment.frames:
             sent = [
                 place.player.play.options(num_returns=2).remote(self.version, self.weights_ref) for place in self.places
             ]
-            played = self._ask([told for told, _ in sent])
+            played: list[Played] = self._ask([told for told, _ in sent])
             for place, (_, trajectory) in zip(self.places, sent, strict=True):
                 self._ask([self.shards[place.shard].add.remote(place.lane, trajectory)])
             told, weights = self.teacher.learn.options(num_returns=2).remote(float("inf"))
             taught: Taught = self._ask([told])[0]
             self._publish(taught, weights)
+            self.held |= taught.held
             self._count(sum(p.moves for p in played))
             episodes = [e for n, p in enumerate(played) for e in self._moved(n, p.episodes)]
             yield Progress(self.frames, self.steps, self.updates, episodes, self._told([taught], played))
@@ -243,7 +269,7 @@ class ClusterRuntime:
 
     def _unlearnt(self) -> bool:
         """Whether something that was played may still be learnt from. What is still being played no longer counts."""
-        self.tasks = {ref: task for ref, task in self.tasks.items() if task.what not in ("hello", "play")}
+        self.tasks = {ref: task for ref, task in self.tasks.items() if task.what not in ("placed", "hello", "play")}
         return bool(self.tasks) or self.due
 
     def _hear(self) -> "News":
@@ -276,6 +302,7 @@ class ClusterRuntime:
         if task.who == 0:
             self._publish(taught, task.brings)
             news.taught.append(taught)
+        self.held |= taught.held
         for shard, held in taught.held.items():
             self.full[shard] = held.full
         for shard in taught.lost:
@@ -289,7 +316,9 @@ class ClusterRuntime:
         try:
             answer: Any = ray.get(ref)
         except RayTaskError as e:
-            if self.chooser is not None and isinstance(e.cause, RayActorError):
+            if task.what == "add" and isinstance(e.cause, ObjectLostError):
+                place.adding -= 1  # the trajectory is gone, with the node that had it
+            elif self.chooser is not None and isinstance(e.cause, RayActorError):
                 self._lose_chooser()
             elif task.what in ("add", "leave"):
                 raise fault(e) from None
@@ -301,12 +330,17 @@ class ClusterRuntime:
                 self._lose(place, f"was lost ({short(e)})")
             elif isinstance(e, RayActorError) and e.actor_id == self.shards[place.shard]._actor_id.hex():
                 self._lose_shard(place.shard)
-            elif task.what == "add":  # the trajectory is gone, with the node that had it
+            elif task.what == "add":
                 place.adding -= 1
             return
-        if task.what == "hello":
+        if task.what == "placed":
+            self._note_task(place.player.hello.remote(), "hello", place)
+        elif task.what == "hello":
+            if other := other_version(answer, self.versions):  # of a node that joined later
+                self._lose(place, f"found itself on a node with {other}")
+                return
             self.shards[place.shard].join.remote(place.lane)
-            place.idle = True
+            place.ready = place.idle = True
             if place.life > 0:
                 self.notes.append(f"actor {place.number} is back, with new episodes")
         elif task.what == "play":
@@ -343,8 +377,8 @@ class ClusterRuntime:
 
     def _lose(self, place: Place, why: str, error: BaseException | None = None) -> None:
         """A player is gone: nobody waits for it, and another takes its place."""
-        if isinstance(error, UserError):
-            raise error
+        if isinstance(error, UserError) and not self.steps:
+            raise error  # where others play, it is the fault of a node and not of the experiment
         place.failures += 1
         if error is not None and all(p.failures >= TRIES for p in self.places):
             raise error
@@ -353,7 +387,7 @@ class ClusterRuntime:
         if self.chooser is not None:
             self.chooser.forget.remote(place.number)
         self.lost += 1
-        place.idle, place.player = False, None
+        place.ready, place.idle, place.player = False, False, None
         pause = min(PAUSE, 2.0 ** (place.failures - 2)) if place.failures > 1 else 0.0
         place.again = time.monotonic() + pause
         self.notes.append(f"actor {place.number} {why}; another takes its place, with new episodes")
@@ -376,8 +410,7 @@ class ClusterRuntime:
     def _lose_shard(self, number: int) -> None:
         ray.kill(self.shards[number])
         self.notes.append(f"replay shard {number} was lost with what was played into it; it fills anew")
-        self.shards[number] = self._new_shard(number)
-        self._ask([self.shards[number].hello.remote()], START)
+        self._renew_shard(number)
         self._share_out()
         self.renewed[number] = time.monotonic()
         self.full[number], self.ahead[number] = False, []
@@ -389,11 +422,27 @@ class ClusterRuntime:
         for ref in gone:
             del self.tasks[ref]
 
+    def _renew_shard(self, number: int) -> None:
+        """The node that took the last one along may not be known to be gone: then its successor is lost there too."""
+        for _ in range(TRIES):
+            self.shards[number] = self._new_shard(number)
+            try:
+                ray.get(self.shards[number].hello.remote(), timeout=START)
+                return
+            except RayActorError:
+                time.sleep(LOOK)
+            except RayTaskError as e:
+                raise fault(e) from None
+            except RayError:
+                break
+        self.gone = f"replay shard {number} was lost and could not be replaced"
+        raise Lost(self.gone)
+
     def _give_up_on_the_silent(self) -> None:
         now = time.monotonic()
         for ref, task in list(self.tasks.items()):
-            silent = now - task.since > self.cfg.patience
-            if not silent or task.what == "hello":  # who has not begun may be waiting for a node
+            patience = max(START, self.cfg.patience) if task.what == "hello" else self.cfg.patience
+            if task.what == "placed" or now - task.since <= patience:  # there may be no node for it yet
                 continue
             if task.what == "learn":
                 self.gone = f"the learner did not answer within {self.cfg.patience:g} seconds"
@@ -404,7 +453,7 @@ class ClusterRuntime:
                 if task.what in ("add", "leave"):
                     self._lose_shard(place.shard)
                 else:
-                    self._lose(place, f"did not answer within {self.cfg.patience:g} seconds")
+                    self._lose(place, f"did not answer within {patience:g} seconds")
 
     # -- books -----------------------------------------------------------------------------------------
 
@@ -417,18 +466,20 @@ class ClusterRuntime:
         return [e._replace(slot=number * self.cfg.envs + e.slot) for e in episodes]
 
     def _told(self, taught: list[Taught], played: list[Played]) -> dict[str, float]:
+        """Of all that was played and learnt since the last time something was told."""
+        self.untold += played
         learnt = mean([t.metrics for t in taught if t.metrics])
         if not learnt:
             return {}
-        for t in taught:
-            self.held |= t.held
+        played, self.untold = self.untold, []
         self.experience = sum(held.bytes for held in self.held.values())
         here = {
-            "actors": float(sum(place.player is not None for place in self.places)),
+            "actors": float(sum(place.ready for place in self.places)),
             "actors_lost": float(self.lost),
             "learner_idle": sum(t.idle for t in taught) / len(taught),
-            "unroll_seconds": sum(p.seconds for p in played) / max(1, len(played)),
         }
+        if played:
+            here["unroll_seconds"] = sum(p.seconds for p in played) / len(played)
         kept = mean([held.metrics for held in self.held.values()])
         return learnt | kept | mean([p.tally for p in played]) | here
 
@@ -510,26 +561,49 @@ class BesideThere:
 
     def _begin(self) -> None:
         self.tries += 1
-        self.ref = self.runtime._new_judge().play.remote(self.flat)
+        self.judge = self.runtime._new_judge()
+        self.ref = self.judge.play.remote(self.flat)
+        self.pulse = self.judge.pulse.remote()
+        self.beat: int | None = None  # how far it is, once that has been heard
+        self.felt = time.monotonic() + START  # when that was last news
 
     @property
     def playing(self) -> bool:
-        if self.broken_off or not ray.wait([self.ref], timeout=0)[0]:
-            return not self.broken_off
+        if self.broken_off:
+            return False
+        if not ray.wait([self.ref], timeout=0)[0]:
+            return self._alive() or self._lost(f"it stood still for {self.runtime.cfg.patience:g} seconds")
         try:
             ray.get(self.ref)
         except RayTaskError:
-            return False  # told where the games are asked for
+            pass  # told where the games are asked for
         except RayError as e:
-            self.runtime.judge = None
-            again = self.tries < TRIES
-            what = "it is played again" if again else "it is left out"
-            self.runtime.notes.append(f"the evaluation at {self.frames} frames was lost ({short(e)}); {what}")
-            if again:
-                self._begin()
-                return True
-            self.broken_off = True
+            return self._lost(short(e))
         return False
+
+    def _alive(self) -> bool:
+        """Games may be long, but something must happen in them."""
+        if ray.wait([self.pulse], timeout=0)[0]:
+            with suppress(RayError):  # if it is gone, the games say so
+                beat = ray.get(self.pulse)
+                if self.beat is not None and beat != self.beat:
+                    self.felt = time.monotonic()
+                self.beat = beat
+            self.pulse = self.judge.pulse.remote()
+        return time.monotonic() - self.felt <= self.runtime.cfg.patience
+
+    def _lost(self, why: str) -> bool:
+        """Once, it is played again; says whether it is."""
+        ray.kill(self.judge)
+        self.runtime.judge = None
+        again = self.tries < TRIES
+        what = "it is played again" if again else "it is left out"
+        self.runtime.notes.append(f"the evaluation at {self.frames} frames was lost ({why}); {what}")
+        if again:
+            self._begin()
+        else:
+            self.broken_off = True
+        return again
 
     def end(self, stop: Callable[[], bool] = lambda: True) -> None:
         while self.playing:

@@ -27,6 +27,15 @@ def _leave_with(line: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def in_terminal() -> bool:
+    """Whether we, and so all that we start, are what a terminal sends its signals to."""
+    try:
+        with open("/dev/tty") as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:
+        return False
+
+
 def supervise(args: list[str], path: Path, restarts: int) -> int:
     """Run `bestiary ARGS` in a process of its own; should it be lost, again, so often at most. Returns its last code.
 
@@ -37,8 +46,8 @@ def supervise(args: list[str], path: Path, restarts: int) -> int:
 
     def forward(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        if child is not None and number == signal.SIGTERM:  # Ctrl-C reaches it from the terminal
-            child.terminate()
+        if child is not None and not (number == signal.SIGINT and in_terminal()):  # whose Ctrl-C reaches it by itself
+            child.send_signal(number)
 
     before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

@@ -62,23 +62,28 @@ def parse_numbers(text: str) -> tuple[float, ...]:
 
 def parse_command(text: str) -> tuple[float, ...]:
     """What an agent is told; () is what it asks of itself."""
-    return () if text == "own" else parse_numbers(text)
+    if text == "own":
+        return ()
+    numbers = parse_numbers(text)
+    if not numbers:
+        raise UserError("a command cannot be empty: write it like 200,300, or own for what the agent asks of itself")
+    return numbers
 
 
-def _listed(metavar: str, parse: Callable[[str], tuple[Any, ...]]) -> Any:
-    """One word with commas between its parts."""
+def _listed(metavar: str, parse: Callable[[str], tuple[Any, ...]], empty: str = "") -> Any:
+    """One word with commas between its parts; `empty` says that there are none."""
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar=metavar,
         instance_from_str=lambda args: parse(args[0]),
         is_instance=lambda x: isinstance(x, tuple),
-        str_from_instance=lambda x: [",".join(map(str, x))],
+        str_from_instance=lambda x: [",".join(map(str, x)) or empty],
     )
 
 
 Counts = Annotated[tuple[int, ...], _listed("N,N,..", parse_counts)]
 Numbers = Annotated[tuple[float, ...], _listed("X,X,..", parse_numbers)]
-Command = Annotated[tuple[float, ...], _listed("X,X,..|own", parse_command)]
+Command = Annotated[tuple[float, ...], _listed("X,X,..|own", parse_command, "own")]
 
 
 def encode(value: Any) -> Any:

@@ -151,9 +151,7 @@ class Session:
             try:
                 for progress in self.runtime:
                     self.seconds = before + time.monotonic() - started
-                    for text in progress.notes:
-                        self.recorder.event(progress.frames, text)
-                        self.screen.warn(text)
+                    self._tell(progress.notes)
                     self._record(progress)
                     self._keep(progress)
                     yield progress
@@ -164,7 +162,10 @@ class Session:
                     self._evaluate()
                     self._film()
                     self.finished = not self.stop()
+                    if not self.runtime.updates:
+                        self.screen.warn("nothing was learnt: the frames were over before an update was due")
                 self._end_beside()
+                self._tell(self.runtime.notes)
                 self.save()
             except GeneratorExit:  # whoever iterates has seen enough
                 try:
@@ -182,6 +183,11 @@ class Session:
                 self.runtime.close()
 
     # -- what each Progress sets off ---------------------------------------------------------------
+
+    def _tell(self, notes: Iterable[str]) -> None:
+        for text in notes:
+            self.recorder.event(self.runtime.frames, text)
+            self.screen.warn(text)
 
     def _record(self, progress: Progress) -> None:
         for e in progress.episodes:

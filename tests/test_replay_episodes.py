@@ -655,7 +655,7 @@ def expected_labels(replay: EpisodeReplay) -> dict[tuple[int, int], float]:
 def said_of(replay: EpisodeReplay) -> dict[tuple[int, int], tuple[float, float]]:
     held = replay.held[np.isin(replay.held.number, replay.judged)]
     return {
-        (int(n), t): tuple(replay.said[first + t].tolist())
+        (int(n), t): tuple(replay.said[first + t, :2].tolist())
         for n, first, moves in zip(held.number, held.first, held.moves, strict=True)
         for t in range(moves)
     }
@@ -871,6 +871,19 @@ def test_if_all_that_was_judged_is_gone_there_is_another_survey(window):
     assert before and not before & set(replay.held.number.tolist())
     shown_now, _ = survey_all(replay)
     assert {n for part in shown_now for n in part} == set(replay.held.number.tolist())
+
+
+def test_parts_of_a_survey_may_be_answered_late(monkeypatch):
+    """A learner across a network asks for the next part before it has answered the last."""
+    monkeypatch.setattr(module, "SURVEYED", 60)
+    replay = fill(build(settings(survey=Survey(1_000), capacity=30)), Script(301))
+    given_out = [draw(replay)]
+    while replay.waiting:
+        given_out.append(draw(replay))
+        judge(replay, given_out[-2])
+    assert len(given_out) > 2
+    judge(replay, given_out[-1])
+    assert_said(replay)
 
 
 def test_a_single_move_has_no_deviation():

@@ -243,7 +243,7 @@ def test_no_more_is_ever_asked_for_than_the_most():
     agent = aimed([[9.0, 4.0]], spread=np.array([4.0, 0.0]), max_return=10.0)
     commands = told(agent, [row([True] * 200)], torch.ones(200))[0, :, 0]
     assert commands.max() == 10.0 and (commands < 10).any() and commands.min() >= 9
-    agent.tell((50.0, 3.0))
+    agent.aim_at(aim(np.array([50.0, 3.0])))
     assert told(agent, [row([True] * 2)], None)[0].tolist() == [[10.0, 3.0]] * 2
 
 
@@ -582,6 +582,18 @@ def test_what_acts_is_a_plain_mean_at_first_and_later_follows_slowly(average):
     assert plain.agent is plain.online
 
 
+def learnt_from(batch: Batch, cfg: Commanded) -> Tensor:
+    """Observations of all moves, [N, ...]: not of rows around an episode, which repeat its ends, or before a window."""
+    return batch.trajectory.step.obs[cfg.burn_in :][batch.trajectory.aux["valid"]].double()
+
+
+def normal(seen: list[Tensor], weight: list[float]) -> tuple[Tensor, Tensor]:
+    """Mean and deviation where each batch weighs so much."""
+    both = list(zip(weight, seen, strict=True))
+    mean = torch.stack([w * x.mean(0) for w, x in both]).sum(0)
+    return mean, torch.stack([w * (x - mean).square().mean(0) for w, x in both]).sum(0).sqrt()
+
+
 @pytest.mark.parametrize("average", [None, 0.9])
 def test_observations_are_shown_in_deviations_from_the_mean_of_those_seen(average):
     """Far from zero, and of several sizes: every batch counts the same."""
@@ -591,12 +603,12 @@ def test_observations_are_shown_in_deviations_from_the_mean_of_those_seen(averag
         batch = batch_of(cfg, n)
         obs = batch.trajectory.step.obs
         obs.mul_(torch.tensor([1.0, 5.0, 0.2])).add_(torch.tensor([30.0, -4.0, 2.0]))
-        seen.append(obs.flatten(0, 1))
+        seen.append(learnt_from(batch, cfg))
         learner.update(batch)
-        everything = torch.cat(seen).double()
+        mean, spans = normal(seen, [1 / len(seen)] * len(seen))
         for agent in {learner.agent, learner.online}:
-            torch.testing.assert_close(agent.centre.double(), everything.mean(0), rtol=1e-4, atol=1e-4)
-            torch.testing.assert_close(agent.spans.double(), everything.std(0, correction=0), rtol=1e-2, atol=1e-3)
+            torch.testing.assert_close(agent.centre.double(), mean, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(agent.spans.double(), spans, rtol=1e-2, atol=1e-3)
     step = batch.trajectory.step
     shown = learner.agent.seen(step).obs
     torch.testing.assert_close(shown, ((step.obs - agent.centre) / agent.spans).clamp(-5, 5))
@@ -614,12 +626,11 @@ def test_old_observations_count_less_after_many(monkeypatch):
         learner.update(batch)
         share = 1 / (1 + min(n, 3))
         weight = [(1 - share) * w for w in weight] + [share]
-        seen.append(batch.trajectory.step.obs.flatten(0, 1).double())
+        seen.append(learnt_from(batch, cfg))
     assert sum(weight) == pytest.approx(1)
-    mean = sum(w * x.mean(0) for w, x in zip(weight, seen, strict=True))
-    variance = sum(w * (x - mean).square().mean(0) for w, x in zip(weight, seen, strict=True))
+    mean, spans = normal(seen, weight)
     torch.testing.assert_close(learner.agent.centre.double(), mean, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(learner.agent.spans.double(), variance.sqrt(), rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(learner.agent.spans.double(), spans, rtol=1e-2, atol=1e-3)
 
 
 def test_what_is_not_normalised_is_shown_as_it_is():
@@ -871,6 +882,8 @@ def test_a_saved_learner_goes_on_bit_for_bit(cfg):
         (Rcp, {"scale": (1.0, 1.0)}, r"algo\.scale=\(1\.0, 1\.0\) must have as many numbers as a command: 1"),
         (Rcp, {"beta": 0.0}, r"algo\.beta=0\.0 must be positive"),
         (Rcp, {"beta": -1.0}, r"algo\.beta=-1\.0 must be positive"),
+        (Rcp, {"beta": float("nan")}, r"algo\.beta=nan must be positive"),
+        (Rcp, {"haste": float("nan")}, r"algo\.haste=nan must be at least 0"),
         (Rcp, {"weight_cap": 0.0}, r"algo\.weight-cap=0\.0 must be positive"),
         (Rcp, {"value_scale": 0.0}, r"algo\.value-scale=0\.0 must be positive"),
         (Udrl, {"grad_norm": 0.0}, r"algo\.grad-norm=0\.0 must be positive"),
@@ -938,6 +951,11 @@ def test_a_command_has_as_many_numbers_as_the_agent_knows():
         agent_of(cls=Rcp, source="peak").tell((5.0, 3.0, 1.0))
     with pytest.raises(UserError, match=r"a horizon of 0\.5 moves is too short: ask for at least 1"):
         agent_of().tell((5.0, 0.5))
+    for wild in (float("nan"), float("inf")):
+        with pytest.raises(UserError, match=r"a command must be made of finite numbers, not 5\.0, (nan|inf)"):
+            agent_of().tell((5.0, wild))
+    with pytest.raises(UserError, match=r"no command asks for more than algo\.max-return=320, so not 500"):
+        agent_of(max_return=320.0).tell((500.0, 3.0))
 
 
 def test_agents_without_commands_cannot_be_told_any():

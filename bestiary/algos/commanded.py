@@ -4,6 +4,7 @@ Upside-Down RL and Reward-Conditioned Policies share everything here but their n
 """
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -326,9 +327,9 @@ class CommandLearner:
         if "survey" in batch.about:
             return self.survey(t)
         self.pace.at(self.updates)
-        self._get_used_to(t.step.obs)
         past, now = split(t._replace(aux={}), cfg.burn_in)
         valid = t.aux["valid"]
+        self._get_used_to(now.step.obs[valid])
         label = self.label(t)
         weight = self.weight(t, label, valid)
         share = weight / self.together.total(weight.sum()).clamp(min=1e-6)
@@ -372,11 +373,11 @@ class CommandLearner:
         return torch.zeros_like(like) if loss is None else here * loss
 
     @torch.no_grad()
-    def _get_used_to(self, obs: Tensor) -> None:
-        """What observations are normal: means over all batches so far, later over the last many."""
+    def _get_used_to(self, rows: Tensor) -> None:
+        """What observations are normal: means over all batches so far, later over the last many. rows: [N, ...]"""
         if not self.cfg.normalise:
             return
-        agent, rows = self.online, obs.flatten(0, 1)
+        agent = self.online
         share = 1 / (1 + min(self.updates, REMEMBERED))
         here = self.together.portion(len(rows))
         square = (rows - agent.centre).square().mean(0)  # from where the mean was: it moves by so much
@@ -522,7 +523,7 @@ class Commanded:
     grad_norm: float | None = 1.0
     optimizer: OptimizerConfig = field(default_factory=lambda: AdamW(lr=1e-3))
     lr_last: float = 0.1
-    """share of the learning rate that is left at the end of the budget"""
+    """share of the learning rate that is left at the end of the budget; of updates per episode nobody knows when"""
     critic: Literal["own", "joint"] = "own"
     """own: an optimiser of its own and targets of all episodes at once; joint: in the policy's step, on a few"""
     critic_head: Counts = (64, 64)
@@ -549,18 +550,18 @@ class Commanded:
                 )
         for name in ("beta", "weight_cap", "value_scale", "grad_norm"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value is not None and not value > 0:
                 raise UserError(f"algo.{name.replace('_', '-')}={value} must be positive")
         for name in ("discount", "smoothing", "average", "trace_decay", "lr_last"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:
                 raise UserError(f"algo.{name.replace('_', '-')}={value} must lie in [0, 1]")
         for name in ("increment", "cut_penalty", "haste"):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:
                 raise UserError(f"algo.{name.replace('_', '-')}={getattr(self, name)} must be at least 0")
         if not 0 <= self.percentile <= 100:
             raise UserError(f"algo.percentile={self.percentile} must lie in [0, 100]")
-        if self.sharpen < 1:
+        if not self.sharpen >= 1:
             raise UserError(f"algo.sharpen={self.sharpen} must be at least 1")
         if min(self.top, self.critic_every, self.peak_every) < 1:
             raise UserError("algo.top, algo.critic-every and algo.peak-every must be at least 1")
@@ -589,7 +590,13 @@ class Commanded:
         names = ["a return" if self.command != "advantage" else "an advantage", "a number of moves"]
         if len(command) != self.width:
             wanted = " and ".join(names[: self.width])
-            raise UserError(f"a command of this agent is {wanted}: {self.width} numbers, not {len(command)}")
+            raise UserError(
+                f"a command of this agent is {wanted}: {self.width} number{'s' * (self.width > 1)}, not {len(command)}"
+            )
+        if not all(math.isfinite(x) for x in command):
+            raise UserError(f"a command must be made of finite numbers, not {', '.join(map(str, command))}")
+        if self.max_return is not None and command[0] > self.max_return:
+            raise UserError(f"no command asks for more than algo.max-return={self.max_return:g}, so not {command[0]:g}")
         if self.horizon and command[1] < 1:
             raise UserError(f"a horizon of {command[1]:g} moves is too short: ask for at least 1")
 

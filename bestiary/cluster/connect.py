@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import ray
 from ray._private import ray_constants
-from ray.exceptions import GetTimeoutError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from bestiary.errors import UserError
@@ -63,15 +63,25 @@ def connect(address: str | None, store: int = 0) -> list[Node]:
         if address is None:
             if os.environ.get("RAY_AUTH_MODE", "token") != "token":
                 raise UserError("RAY_AUTH_MODE must be token, or unset, for a cluster of our own")
-            ray.init(address="local", object_store_memory=max(STORE, store), **common)
+            try:
+                ray.init(address="local", object_store_memory=max(STORE, store), **common)
+            except ValueError as e:
+                raise UserError(
+                    f"what is under way may take {max(STORE, store) / 2**30:.1f} GiB of shared memory, more than this "
+                    f"machine has ({first_line(e)}): lower --runtime.actors or --runtime.envs"
+                ) from None
         else:
             common.pop("include_dashboard")  # theirs to decide
             try:
                 ray.init(address=address, **common)
-            except (ConnectionError, RuntimeError, ValueError) as e:
-                reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-                raise UserError(f"runtime.address={address} cannot be joined: {reason}") from None
+            except (ConnectionError, RuntimeError, ValueError, RayError) as e:
+                raise UserError(f"runtime.address={address} cannot be joined: {first_line(e)}") from None
     return nodes()
+
+
+def first_line(e: BaseException) -> str:
+    lines = str(e).strip().splitlines()
+    return lines[0] if lines else type(e).__name__
 
 
 def _answers_beyond_loopback(address: str) -> bool:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
 from torch import Tensor
 
+from bestiary import tree
 from bestiary.actor import Actor
 from bestiary.cluster.lanes import Lanes
 from bestiary.cluster.wire import Flat, pack, unpack
@@ -180,6 +181,7 @@ class Taught(NamedTuple):
     held: dict[int, Held]  # by the shards that were asked
     lost: list[int]  # shards that no longer answer
     idle: float  # share of the time in which there was nothing to learn from
+    more: bool  # whether there may be more to learn right now, but for want of time
 
 
 class Teacher:
@@ -221,9 +223,10 @@ class Teacher:
         """Until nothing is due any more or so much time has passed; weights, if they have changed."""
         before, started = self.learner.updates, time.perf_counter()
         means, held, lost = Means(), {}, []
-        busy, empty = 0.0, 0  # seconds of learning; shards in a row that had nothing
+        # seconds of learning; answers in a row that there is nothing, some of which may be from before this lesson
+        busy, empty, nothing = 0.0, 0, len(self.shards) + len(self.asked)
         while True:
-            over = time.perf_counter() - started >= seconds or bool(lost) or empty >= len(self.shards)
+            over = time.perf_counter() - started >= seconds or bool(lost) or empty >= nothing
             shard, batch = self.kept or ((0, None) if over else self._fetch(held, lost))
             self.kept = None
             if batch is None and not over:
@@ -233,7 +236,7 @@ class Teacher:
                 self.kept = None if batch is None else (shard, batch)
                 break
             assert batch is not None
-            empty, began = 0, time.perf_counter()
+            empty, nothing, began = 0, len(self.shards), time.perf_counter()
             update = learn(self.learner, unpack(batch), self.experiment.seed, self.device)
             if update.metrics:
                 means.add(update.metrics)
@@ -242,7 +245,8 @@ class Teacher:
             busy += time.perf_counter() - began
         passed = time.perf_counter() - started
         changed, idle = self.learner.updates > before, 1 - busy / max(passed, 1e-9)
-        taught = Taught(self.learner.updates, changed, means.take(), held, lost, idle)
+        more = passed >= seconds and empty < nothing and not lost
+        taught = Taught(self.learner.updates, changed, means.take(), held, lost, idle, more)
         return taught, self.weights() if changed else None
 
     def _all_have_one(self, batch: Batch | None, over: bool) -> bool:
@@ -274,7 +278,9 @@ class Teacher:
         return self.flat.pack(self.learner.agent.state_dict())
 
     def state(self) -> tuple[Snapshot, FlatWeights]:
-        return self.learner.state_dict(), self.weights()
+        """Where everybody can read it, with or without a GPU."""
+        on_cpu = tree.map(lambda x: x.cpu() if isinstance(x, Tensor) else x, self.learner.state_dict())
+        return on_cpu, self.weights()
 
     def load(self, weights: FlatWeights, state: Snapshot) -> None:
         self.learner.agent.load_state_dict(self.flat.unpack(weights))

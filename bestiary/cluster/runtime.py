@@ -33,6 +33,7 @@ from bestiary.types import Episode, Progress, Snapshot, Spec
 
 START = 120.0  # seconds that a process may take to start
 LESSON = 1.0  # seconds of learning between two looks at the rest
+LONG = 3600.0  # seconds for all that is due at once, after a warm-up in lock-step
 LOOK = 0.5  # seconds to wait for news at most
 TRIES = 2  # failures of a player in a row, by its own fault, that are put up with
 PAUSE = 30.0  # seconds at most before a player that keeps failing is tried again
@@ -55,6 +56,7 @@ class Place:
         self.number, self.shard, self.lane = number, shard, lane
         self.player: Any = None
         self.life = -1  # how many played here before
+        self.placed = False  # there was a node for some player of it, once
         self.ready = False  # has said hello
         self.idle = False  # ready, and nothing was asked of it
         self.adding = 0  # trajectories on their way into the replay
@@ -119,10 +121,12 @@ class ClusterRuntime:
         self.shards = [self._new_shard(number) for number in range(self.cfg.shards)]
         self.judge: Any = None
         self.chooser: Any = None
+        parts = [*self.teachers, *self.shards]
         if self.cfg.inference == "shared":
             self._new_chooser()
-        self._wait_for_room([*self.teachers, *self.shards])
-        self._ask([part.hello.remote() for part in (*self.teachers, *self.shards)], START)
+            parts.append(self.chooser)
+        self._wait_for_room(parts)
+        self._ask([part.hello.remote() for part in parts], START)
         self._share_out()
         shards = self.cfg.shards
         self.places = [Place(n, n % shards, n // shards) for n in range(self.cfg.actors)]
@@ -139,8 +143,8 @@ class ClusterRuntime:
         if waiting:
             free, have = (found.get("CPU", 0.0) for found in (ray.available_resources(), ray.cluster_resources()))
             raise UserError(
-                f"the learner or the replay found no room within {START:g} seconds: of the cluster's {have:g} cores "
-                f"{free:g} are free; end what else runs there, or add nodes"
+                f"the learner, the replay or shared inference found no room within {START:g} seconds: "
+                f"of the cluster's {have:g} cores {free:g} are free; end what else runs there, or add nodes"
             )
 
     def _share_out(self) -> None:
@@ -164,7 +168,6 @@ class ClusterRuntime:
         cores, gpus = self.cfg.actor_cpus, self.plan.chooser_gpus
         chooser = process(later(Chooser), cores, gpus, scheduling_strategy=where, max_concurrency=many)
         self.chooser = chooser.remote(self.order, self.spec)
-        self._ask([self.chooser.hello.remote()], START)
 
     def _new_judge(self) -> Any:
         if self.judge is None:
@@ -240,13 +243,14 @@ class ClusterRuntime:
             played: list[Played] = self._ask([told for told, _ in sent])
             for place, (_, trajectory) in zip(self.places, sent, strict=True):
                 self._ask([self.shards[place.shard].add.remote(place.lane, trajectory)])
-            told, weights = self.teacher.learn.options(num_returns=2).remote(float("inf"))
-            taught: Taught = self._ask([told])[0]
+            ref, weights = self.teacher.learn.options(num_returns=2).remote(float("inf"))
+            taught: Taught = self._ask([ref], LONG)[0]
             self._publish(taught, weights)
             self.held |= taught.held
             self._count(sum(p.moves for p in played))
             episodes = [e for n, p in enumerate(played) for e in self._moved(n, p.episodes)]
-            yield Progress(self.frames, self.steps, self.updates, episodes, self._told([taught], played))
+            told = self._told([taught], played)
+            yield Progress(self.frames, self.steps, self.updates, episodes, told, self._noted())
 
     def _at_once(self) -> Iterator[Progress]:
         """Everybody at their own pace."""
@@ -263,9 +267,12 @@ class ClusterRuntime:
                 self.gone = f"nothing was played or learnt for {START + self.cfg.patience:g} seconds"
                 raise Lost(self.gone)
             if news.played or news.taught or self.notes:
-                notes, self.notes = tuple(self.notes), []
                 told = self._told(news.taught, news.played)
-                yield Progress(self.frames, self.steps, self.updates, news.episodes, told, notes)
+                yield Progress(self.frames, self.steps, self.updates, news.episodes, told, self._noted())
+
+    def _noted(self) -> tuple[str, ...]:
+        notes, self.notes = tuple(self.notes), []
+        return notes
 
     def _unlearnt(self) -> bool:
         """Whether something that was played may still be learnt from. What is still being played no longer counts."""
@@ -309,7 +316,7 @@ class ClusterRuntime:
             if self.renewed[shard] < task.since:  # else it is the one before that was missed
                 self._lose_shard(shard)
         # as long as something was learnt, there may be more to learn from
-        self.due = self.due or taught.changed or bool(taught.lost)
+        self.due = self.due or taught.changed or taught.more or bool(taught.lost)
 
     def _heard_place(self, ref: Any, task: Task, news: "News") -> None:
         place = self.places[task.who]
@@ -334,6 +341,7 @@ class ClusterRuntime:
                 place.adding -= 1
             return
         if task.what == "placed":
+            place.placed = True
             self._note_task(place.player.hello.remote(), "hello", place)
         elif task.what == "hello":
             if other := other_version(answer, self.versions):  # of a node that joined later
@@ -380,7 +388,7 @@ class ClusterRuntime:
         if isinstance(error, UserError) and not self.steps:
             raise error  # where others play, it is the fault of a node and not of the experiment
         place.failures += 1
-        if error is not None and all(p.failures >= TRIES for p in self.places):
+        if error is not None and all(p.failures >= TRIES for p in self.places if p.placed):
             raise error
         ray.kill(place.player)
         self._note_task(self.shards[place.shard].leave.remote(place.lane), "leave", place)
@@ -397,6 +405,7 @@ class ClusterRuntime:
         self.notes.append("the process that chooses actions was lost with all memory; another takes its place")
         ray.kill(self.chooser)
         self._new_chooser()
+        self._ask([self.chooser.hello.remote()], START)
         self._tell_chooser()
         for place in self.places:
             if place.player is not None:
@@ -415,7 +424,7 @@ class ClusterRuntime:
         self.renewed[number] = time.monotonic()
         self.full[number], self.ahead[number] = False, []
         for place in self.places:
-            if place.shard == number and place.player is not None:
+            if place.shard == number and place.ready:  # whoever is not joins later: nobody waits for them
                 place.adding = 0
                 self.shards[number].join.remote(place.lane)
         gone = [r for r, t in self.tasks.items() if t.what in ("add", "leave") and self.places[t.who].shard == number]
@@ -441,19 +450,29 @@ class ClusterRuntime:
     def _give_up_on_the_silent(self) -> None:
         now = time.monotonic()
         for ref, task in list(self.tasks.items()):
-            patience = max(START, self.cfg.patience) if task.what == "hello" else self.cfg.patience
-            if task.what == "placed" or now - task.since <= patience:  # there may be no node for it yet
+            patience = self._patience(task)
+            if now - task.since <= patience or ref not in self.tasks:  # or given up with the shard it was for
                 continue
             if task.what == "learn":
-                self.gone = f"the learner did not answer within {self.cfg.patience:g} seconds"
+                self.gone = f"the learner did not answer within {patience:g} seconds"
                 raise Lost(self.gone)
-            self.tasks.pop(ref, None)
+            self.tasks.pop(ref)
             place = self.places[task.who]
             if task.what == "leave" or self._still_there(task):
                 if task.what in ("add", "leave"):
                     self._lose_shard(place.shard)
                 else:
                     self._lose(place, f"did not answer within {patience:g} seconds")
+
+    def _patience(self, task: Task) -> float:
+        """Seconds after which whoever was asked is given up."""
+        if task.what == "placed":
+            return float("inf")  # there may be no node for it yet
+        if task.what == "hello":
+            return max(START, self.cfg.patience)
+        if task.what == "learn":  # who waits for a shard that is silent says so itself
+            return 2 * self.cfg.patience + LESSON
+        return self.cfg.patience
 
     # -- books -----------------------------------------------------------------------------------------
 
@@ -585,7 +604,7 @@ class BesideThere:
         """Games may be long, but something must happen in them."""
         if ray.wait([self.pulse], timeout=0)[0]:
             with suppress(RayError):  # if it is gone, the games say so
-                beat = ray.get(self.pulse)
+                beat: Any = ray.get(self.pulse)
                 if self.beat is not None and beat != self.beat:
                     self.felt = time.monotonic()
                 self.beat = beat

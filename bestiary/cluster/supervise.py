@@ -36,10 +36,10 @@ def in_terminal() -> bool:
         return False
 
 
-def supervise(args: list[str], path: Path, restarts: int) -> int:
+def supervise(args: list[str], path: Path, restarts: int, again: list[str] | None = None) -> int:
     """Run `bestiary ARGS` in a process of its own; should it be lost, again, so often at most. Returns its last code.
 
-    The command must be one that continues what it finds at `path`.
+    The command, or what is to be run the other times, must be one that continues what it finds at `path`.
     """
     received: list[int] = []
     child: subprocess.Popen[bytes] | None = None
@@ -65,6 +65,7 @@ def supervise(args: list[str], path: Path, restarts: int) -> int:
                 print(f"bestiary: {path} {why}; continue with: bestiary resume {path}", file=sys.stderr, flush=True)
                 return LOST
             restarts -= 1
+            args = again or args
             left = f"{restarts} more restart{'s' * (restarts != 1)}"
             print(f"warning: {path} {why}; it goes on from its last checkpoint ({left})", file=sys.stderr, flush=True)
     finally:

@@ -38,7 +38,10 @@ def main(args: list[str]) -> int:
     if chosen.frames is not None:
         experiment = replace(experiment, frames=chosen.frames)
     if restarts := restarts_of(experiment):
-        return supervise(["resume", *args, *plugin_words()], run.path, restarts)
+        longer = [] if chosen.frames is None else ["--frames", str(chosen.frames)]
+        plain = ["--plain"] if chosen.plain else []
+        again = ["resume", str(run.path), *longer, *plain, *plugin_words()]  # from the last, whichever was named first
+        return supervise(["resume", *args, *plugin_words()], run.path, restarts, again)
     screen = Lines() if chosen.plain else choose_screen()
     # stopped before its first checkpoint: from the beginning
     return run_session(experiment, run.path, screen, (chosen.checkpoint or "last") if begun else None)

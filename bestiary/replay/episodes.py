@@ -62,7 +62,7 @@ class EpisodeReplay(Drawn):
         self.used = 0  # rows written, of episodes held or not
         self.arrived = 0  # episodes, ever
         self.open: list[list[Any]] = [[] for _ in range(cfg.streams)]  # rows of episodes under way, in parts
-        self.said = torch.zeros(0, 2)  # of each row: the learner's target and label
+        self.said = torch.zeros(0, 3)  # of each row: the learner's target, its label, and that as it was said
         self.judged: Ints = np.zeros(0, np.int64)  # episodes of which something has been said
         self.surveyed = -1  # updates when the last survey began
         self.waiting: list[Ints] = []  # parts of a survey that are still to be given out
@@ -224,7 +224,7 @@ class EpisodeReplay(Drawn):
         told = {k: torch.from_numpy(np.array(x, bool if k == "valid" else np.float32)) for k, x in aux.items()}
         if cfg.survey is not None and cfg.survey.whole:
             row = chosen.first + np.clip(move, 0, chosen.moves)
-            target, advantage = self.said[torch.from_numpy(row)].unbind(-1)
+            target, advantage, _ = self.said[torch.from_numpy(row)].unbind(-1)
             told |= {"target": target, "advantage": advantage}
         return Batch(t._replace(aux=told), about=self.aim()._asdict())
 
@@ -297,7 +297,7 @@ class EpisodeReplay(Drawn):
     def update(self, keys: Tensor, priorities: Tensor) -> None:
         """Targets and labels, [2, T, B], of the rows of whole episodes."""
         if len(self.said) < len(self.rows[1]):
-            grown = torch.zeros(len(self.rows[1]), 2)
+            grown = torch.zeros(len(self.rows[1]), 3)
             grown[: len(self.said)] = self.said
             self.said = grown
         priorities = priorities.cpu()
@@ -308,18 +308,22 @@ class EpisodeReplay(Drawn):
         column = np.repeat(here, moves)
         row = concatenated(np.zeros_like(moves), moves)
         into = torch.from_numpy(concatenated(first, moves))
-        self.said[into] = priorities[:, torch.from_numpy(row), torch.from_numpy(column)].T
+        target, label = priorities[:, torch.from_numpy(row), torch.from_numpy(column)]
+        self.said[into] = torch.stack([target, label, label], -1)
         self.judged = np.union1d(self.judged, self.held.number[at[here]])
         if not self.waiting:
             self._standardise()
         self._aim = None
 
     def _standardise(self) -> None:
-        """Labels in standard deviations of all that is held here; of several replays, each by itself."""
+        """Labels in standard deviations of all that is held here; of several replays, each by itself.
+
+        From labels as they were said, so that it may be done again: parts that were given out may still be unanswered.
+        """
         assert self.cfg.survey is not None
         among = self._among()
         rows = torch.from_numpy(concatenated(among.first, among.moves))
-        raw = self.said[rows, 1]
+        raw = self.said[rows, 2]
         z = (raw - raw.mean()) / raw.std(correction=0).clamp(min=1e-6)
         self.said[rows, 1] = z.clamp(-self.cfg.survey.clip, self.cfg.survey.clip)
 

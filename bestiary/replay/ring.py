@@ -236,10 +236,14 @@ class Meter:
         return {"updates_per_step": self.batches / max(1, self.moves)}
 
     def state_dict(self) -> Snapshot:
-        return {"moves": self.moves, "batches": self.batches, "latest": self.latest}
+        return {"moves": self.moves, "batches": self.batches, "latest": self.latest, "ratio": self.ratio}
 
     def load_state_dict(self, state: Snapshot) -> None:
+        """With another ratio than before, as much is due as was, in proportion: the past is not made up for."""
         self.moves, self.batches, self.latest = state["moves"], state["batches"], state["latest"]
+        before = state.get("ratio", self.ratio)  # not in checkpoints of 0.1
+        if before != self.ratio:
+            self.batches = max(0, round(self.batches * self.ratio / before))
 
 
 class Drawn:

@@ -1,7 +1,7 @@
 """The loop, whole: weights go in, trajectories come out, and priorities flow back."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -72,6 +72,7 @@ class LocalRuntime:
 
     exact = True  # whether a resumed run equals an uninterrupted one
     introduction: tuple[str, ...] = ()  # what a person should know before it starts
+    notes: Sequence[str] = ()  # what became known since the last Progress
     apart = False  # whether evaluations are played elsewhere, so that training need not wait for them
 
     def __init__(self, experiment: Experiment) -> None:

@@ -2,7 +2,9 @@
 
 import asyncio
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,6 +157,15 @@ def test_the_learner_goes_where_the_gpu_is_and_actors_where_cores_are():
 
 def test_no_gpu_is_asked_for_where_none_is_wanted():
     assert planned([node("gpu", 4, gpus=1)], device="cpu").gpus == 0
+
+
+def test_shared_inference_has_a_gpu_of_its_own_or_a_part_of_the_learners():
+    one = planned([node("gpu", 8, gpus=1)], inference="shared")
+    assert (one.gpus, one.chooser_gpus) == (0.5, 0.5)
+    two = planned([node("gpu", 8, gpus=2)], inference="shared")
+    assert (two.gpus, two.chooser_gpus) == (1, 1)
+    none = planned([node("gpu", 8, gpus=2)], inference="shared", device="cpu")
+    assert (none.gpus, none.chooser_gpus) == (0, 0)
 
 
 def test_shards_go_where_memory_is_if_told_so():
@@ -323,3 +334,121 @@ def test_trajectories_begin_with_the_memory_that_the_rows_before_have_left(monke
         for mine, theirs in zip(state, after.state, strict=True):
             torch.testing.assert_close(mine, theirs)
     loop.close()
+
+
+# -- lessons -------------------------------------------------------------------------------------------------
+
+
+class Here:
+    """What Ray would make of an object in another process, in this one: methods answer when they are asked."""
+
+    def __init__(self, thing: Any) -> None:
+        self.thing = thing
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=getattr(self.thing, name))
+
+
+def school(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, Callable[[], None]]:
+    """A learner, the shard it draws from, and something that plays into that."""
+    from bestiary.cluster import parts
+    from bestiary.cluster.wire import Flat
+
+    monkeypatch.setattr(parts, "ray", SimpleNamespace(get=lambda answer, timeout=None: answer))
+    e = bestiary.preset("recall")
+    e = replace(e, algo=replace(e.algo, batch_size=8), runtime=Ray(envs=8, threads=1))
+    order = parts.Order(e.to_json(), ())
+    player = parts.Player(order, 0, 0, 0, {})
+    weights = Flat(player.actor.agent.state_dict()).pack(player.actor.agent.state_dict())
+    shard, teacher = parts.Shard(order, player.world.spec, 0), parts.Teacher(order, player.world.spec)
+    shard.join(0)
+    teacher.use({0: Here(shard)})
+
+    def play() -> None:
+        shard.add(0, player.play(0, weights)[1])
+
+    return teacher, shard, play
+
+
+def test_a_lesson_that_ran_out_of_time_says_that_there_may_be_more(monkeypatch):
+    """Else, where all the time went by without an update, nobody would ask again."""
+    teacher, _, play = school(monkeypatch)
+    play()
+    taught, weights = teacher.learn(0.0)
+    assert taught.more and not taught.changed and weights is None
+    taught, weights = teacher.learn(60.0)
+    assert not taught.more and taught.updates == 1 and weights is not None
+
+
+def test_an_answer_from_before_a_lesson_does_not_end_it(monkeypatch):
+    """The one asked for ahead, when there was nothing."""
+    teacher, _, play = school(monkeypatch)
+    assert teacher.learn(60.0)[0].updates == 0
+    assert teacher.asked
+    play()
+    assert teacher.learn(60.0)[0].updates == 1
+
+
+# -- faults --------------------------------------------------------------------------------------------------
+
+
+def without_a_cluster(monkeypatch: pytest.MonkeyPatch, actors: int) -> tuple[Any, list[int]]:
+    """The driver of a run, all of whose processes are pretended; and the lanes that have joined the shard."""
+    from bestiary.cluster import runtime
+
+    joined: list[int] = []
+    shard = SimpleNamespace(
+        join=SimpleNamespace(remote=joined.append), leave=SimpleNamespace(remote=lambda lane: object())
+    )
+    monkeypatch.setattr(runtime.ray, "kill", lambda who: None)
+    driver = object.__new__(runtime.ClusterRuntime)
+    driver.cfg = Ray(actors=actors)
+    driver.places = [runtime.Place(n, 0, n) for n in range(actors)]
+    driver.shards, driver.chooser, driver.tasks, driver.notes = [shard], None, {}, []
+    driver.full, driver.ahead, driver.renewed = [True], [[0]], [0.0]
+    driver.steps = driver.lost = 0
+    monkeypatch.setattr(driver, "_renew_shard", lambda number: None)
+    monkeypatch.setattr(driver, "_share_out", lambda: None)
+    for place in driver.places:
+        place.player, place.life = object(), 0
+    return driver, joined
+
+
+def test_a_new_shard_does_not_wait_for_players_without_a_node(monkeypatch):
+    driver, joined = without_a_cluster(monkeypatch, actors=3)
+    driver.places[0].ready = driver.places[2].ready = True
+    driver._lose_shard(0)
+    assert joined == [0, 2]
+
+
+def test_a_fault_of_all_who_play_ends_the_run_though_others_wait_for_a_node(monkeypatch):
+    driver, _ = without_a_cluster(monkeypatch, actors=3)
+    for place in driver.places[:2]:
+        place.placed, place.failures = True, 1
+    driver._lose(driver.places[0], "failed", ArithmeticError("the pole came off"))
+    with pytest.raises(ArithmeticError):
+        driver._lose(driver.places[1], "failed", ArithmeticError("the pole came off"))
+
+
+def test_tasks_given_up_with_their_shard_do_not_cost_the_next_one(monkeypatch):
+    from bestiary.cluster.runtime import Task
+
+    driver, _ = without_a_cluster(monkeypatch, actors=3)
+    driver.tasks = {object(): Task("add", n, -1e9) for n in range(3)}
+    driver._give_up_on_the_silent()
+    assert len(driver.notes) == 1 and not driver.tasks
+
+
+def test_a_restart_goes_on_from_the_last_checkpoint_whichever_was_named_first(monkeypatch, tmp_path):
+    from bestiary.cluster import supervise
+    from bestiary.errors import LOST
+
+    started, codes = [], iter([LOST, LOST, 0])
+
+    def start(command: list[str], **_: Any) -> Any:
+        started.append(command[3:])
+        return SimpleNamespace(wait=lambda: next(codes))
+
+    monkeypatch.setattr(supervise.subprocess, "Popen", start)
+    assert supervise.supervise(["resume", "RUN", "--checkpoint", "5"], tmp_path, 3, ["resume", "RUN"]) == 0
+    assert started == [["resume", "RUN", "--checkpoint", "5"], ["resume", "RUN"], ["resume", "RUN"]]

@@ -588,6 +588,17 @@ def test_updates_keep_their_ratio_to_moves_or_episodes(ratio, per):
     assert replay.metrics()["updates_per_step"] == pytest.approx(ratio, abs=1 / played)
 
 
+@pytest.mark.parametrize("other", [0.125, 0.5])
+def test_another_ratio_does_not_make_up_for_the_past(other):
+    """As with another number of learners, of which each takes a batch."""
+    cfg = settings(ratio=0.25, warmup=4, batch_size=1)
+    replay = fill(build(cfg), Script(201))
+    drain(replay)
+    resumed = build(replace(cfg, ratio=other))
+    resumed.load_state_dict(through_a_file(replay.state_dict()))
+    assert abs(resumed.meter.due) < 2  # less than one was due, at a ratio of at most half of this
+
+
 def test_warm_up_counts_episodes_whether_they_stay_or_not():
     cfg = settings(streams=1, warmup=4, capacity=1, ratio=1.0)
     script, replay, drawn = Script.of([3, 3, 3, 3, 3]), build(cfg), []

@@ -246,6 +246,30 @@ def test_players_a_shard_and_the_evaluator_are_replaced_and_training_goes_on(clu
     assert all(int(b["updates"]) > int(a["updates"]) for a, b in itertools.pairwise(rows))
 
 
+def test_whoever_chooses_for_all_and_a_shard_that_hangs_are_replaced(cluster, tmp_path):
+    e = tiny("recall", 10_000_000, actors=2, inference="shared", patience=5.0, actor_cpus=0.5, address=cluster.address)
+    events = tmp_path / "run" / "events.txt"
+
+    def said(sentence: str) -> bool:
+        return events.exists() and sentence in events.read_text()
+
+    def stop_the_shard() -> bool:
+        os.kill(cluster.named("ray::Shard")[0], signal.SIGSTOP)
+        return True
+
+    watch(
+        e,
+        tmp_path / "run",
+        [
+            lambda: bool(cluster.named("ray::Chooser")) and kill(cluster, "ray::Chooser") == 1,
+            lambda: said("the process that chooses actions was lost with all memory; another takes its place"),
+            lambda: said("is back, with new episodes"),
+            stop_the_shard,
+            lambda: said("replay shard 0 was lost with what was played into it; it fills anew"),
+        ],
+    )
+
+
 def test_a_player_that_hangs_is_given_up_after_a_while(cluster, tmp_path):
     e = tiny("recall", 200_000, actors=2, patience=3.0, actor_cpus=0.5, address=cluster.address)
     stopped: list[int] = []

@@ -2,6 +2,7 @@
 
     python benchmarks/lunar_lander.py tracks     # five seeds of each preset, 100 test games each; goes on where it was
     python benchmarks/lunar_lander.py ablate     # parts changed one by one, two seeds each
+    python benchmarks/lunar_lander.py faithful   # what was published, and the public code, with the same moves as ours
     python benchmarks/lunar_lander.py collect    # runs -> benchmarks/lunar-lander/*.csv
     python benchmarks/lunar_lander.py tables     # those -> the tables in benchmarks/README.md
     python benchmarks/lunar_lander.py draw       # ... and docs/pictures/lunar-lander.png
@@ -56,6 +57,10 @@ PARTS: dict[str, dict[str, list[str]]] = {
 }
 
 
+FAITHFUL = {"udrl-paper": "2M", "udrl-repo": "2M", "rcp-r-repo": "1M", "rcp-a-repo": "1M"}  # frames
+FAITHFUL_SEEDS = "25..26"
+
+
 def bestiary(*command: str) -> None:
     subprocess.run([sys.executable, "-m", "bestiary", *command], check=True)
 
@@ -79,6 +84,11 @@ def ablate() -> None:
     for preset, parts in PARTS.items():
         for part, flags in parts.items():
             train(preset, part_of(preset, part), ABLATED_SEEDS, "--frames", SHORT[preset], *flags)
+
+
+def faithful() -> None:
+    for preset, frames in FAITHFUL.items():
+        train(preset, RUNS / preset, FAITHFUL_SEEDS, "--frames", frames, "--env.backend", "envpool")
 
 
 # -- tables -----------------------------------------------------------------------------------------------------
@@ -126,6 +136,7 @@ def write(name: str, rows: list[dict[str, Any]], order: list[str]) -> None:
 
 def collect() -> None:
     ends, curves, parts = [], [], []
+    others = [{"preset": p} | row_of(RUNS / p, seed) for p in FAITHFUL for seed in tested(RUNS / p)]
     for track in TRACKS:
         for seed in tested(RUNS / track):
             ends.append({"track": track} | row_of(RUNS / track, seed))
@@ -136,9 +147,10 @@ def collect() -> None:
         for part in all_parts:
             run = part_of(preset, part)
             parts += [{"preset": preset, "part": part} | row_of(run, seed) for seed in tested(run)]
-    for name, rows in (("tracks.csv", ends), ("curves.csv", curves), ("parts.csv", parts)):
+    found = {"tracks.csv": ends, "curves.csv": curves, "parts.csv": parts, "faithful.csv": others}
+    for name, rows in found.items():
         if rows:
-            write(name, rows, [*TRACKS])
+            write(name, rows, [*TRACKS, *FAITHFUL])
 
 
 def grouped(name: str, *by: str) -> dict[tuple[str, ...], list[dict[str, str]]]:
@@ -160,13 +172,20 @@ def tables() -> None:
             cells += [f"{scores.mean():.1f}", f"[{low:.1f}, {high:.1f}]"]
             cells += [f"{int(seeds[0]['trained_frames']) / 1e6:.1f}M", f"{minutes:.1f}"]
             print("| " + " | ".join(cells) + " |")
-    if not (TABLES / "parts.csv").exists():
-        return
     print("\n| preset | part | greedy, seeds 30 and 31 | sampled |")
     print("|---" * 4 + "|")
     for (preset, part), seeds in grouped("parts.csv", "preset", "part").items():
-        cells = [", ".join(f"{float(seed[mode]):.0f}" for seed in seeds) for mode in ("greedy", "sampled")]
-        print("| " + " | ".join([f"`{preset}`", part, *cells]) + " |")
+        print("| " + " | ".join([f"`{preset}`", part, *scores_of(seeds)]) + " |")
+    print("\n| preset | moves | greedy, seeds 25 and 26 | sampled | minutes a seed |")
+    print("|---" * 5 + "|")
+    for (preset,), seeds in grouped("faithful.csv", "preset").items():
+        moves = f"{int(seeds[0]['trained_frames']) / 1e6:.1f}M"
+        minutes = np.mean([float(seed["trained_seconds"]) for seed in seeds]) / 60
+        print("| " + " | ".join([f"`{preset}`", moves, *scores_of(seeds), f"{minutes:.1f}"]) + " |")
+
+
+def scores_of(seeds: list[dict[str, str]]) -> list[str]:
+    return [", ".join(f"{float(seed[mode]):.0f}" for seed in seeds) for mode in ("greedy", "sampled")]
 
 
 def draw() -> None:
@@ -191,7 +210,7 @@ def draw() -> None:
 
 
 if __name__ == "__main__":
-    steps = {step.__name__: step for step in (tracks, ablate, collect, tables, draw)}
+    steps = {step.__name__: step for step in (tracks, ablate, faithful, collect, tables, draw)}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", choices=steps)
     steps[parser.parse_args().step]()

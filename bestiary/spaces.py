@@ -33,6 +33,11 @@ BUILTIN: dict[str, dict[str, Any]] = {
         "algo.capacity": {"choices": [300, 400, 500, 600, 700]},
     },
 }
+BUILTIN["udrl-repo"] = {  # the public code: the same, fewer of some, and what commands ask for
+    **{name: entry for name, entry in BUILTIN["udrl"].items() if name != "algo.warmup"},
+    "algo.top": {"choices": [25, 75]},
+    "algo.command": {"choices": ["to-go", "return"]},
+}
 SEE = "`bestiary train PRESET --help` lists them"
 WORDS = ("low", "high", "log", "step", "choices")
 

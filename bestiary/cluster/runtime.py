@@ -8,7 +8,6 @@ last checkpoint, in a new driver.
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import ray
@@ -16,7 +15,9 @@ import torch
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError
 from torch import Tensor
 
+from bestiary.cluster.beside import BesideThere
 from bestiary.cluster.connect import check_nodes, connect, disconnect, later, on, other_version, process
+from bestiary.cluster.faults import START, TRIES, fault, short
 from bestiary.cluster.parts import Added, Held, Judge, Order, Played, Player, Shard, Taught, Teacher
 from bestiary.cluster.plan import Needs, plan
 from bestiary.cluster.wire import Flat, pack
@@ -31,11 +32,9 @@ from bestiary.seeding import TRAIN
 from bestiary.together import Parted
 from bestiary.types import Episode, Progress, Snapshot, Spec
 
-START = 120.0  # seconds that a process may take to start
 LESSON = 1.0  # seconds of learning between two looks at the rest
 LONG = 3600.0  # seconds for all that is due at once, after a warm-up in lock-step
 LOOK = 0.5  # seconds to wait for news at most
-TRIES = 2  # failures of a player in a row, by its own fault, that are put up with
 PAUSE = 30.0  # seconds at most before a player that keeps failing is tried again
 
 
@@ -517,7 +516,7 @@ class ClusterRuntime:
         beside.end(stop)
         return beside.games()
 
-    def evaluate_beside(self, weights: dict[str, Tensor]) -> "BesideThere":
+    def evaluate_beside(self, weights: dict[str, Tensor]) -> BesideThere:
         return BesideThere(self, weights)
 
     def state_dict(self, at_rest: bool = True, with_replay: bool = True) -> Snapshot:
@@ -566,82 +565,6 @@ class News(NamedTuple):
     taught: list[Taught]
 
 
-class BesideThere:
-    """An evaluation in a process of its own; should it be lost, it is played once more."""
-
-    def __init__(self, runtime: ClusterRuntime, weights: dict[str, Tensor]) -> None:
-        self.runtime = runtime
-        self.frames = runtime.frames
-        self.weights = weights
-        self.flat = runtime.flat.pack(weights)
-        self.tries = 0
-        self.broken_off = False
-        self._begin()
-
-    def _begin(self) -> None:
-        self.tries += 1
-        self.judge = self.runtime._new_judge()
-        self.ref = self.judge.play.remote(self.flat)
-        self.pulse = self.judge.pulse.remote()
-        self.beat: int | None = None  # how far it is, once that has been heard
-        self.felt = time.monotonic() + START  # when that was last news
-
-    @property
-    def playing(self) -> bool:
-        if self.broken_off:
-            return False
-        if not ray.wait([self.ref], timeout=0)[0]:
-            return self._alive() or self._lost(f"it stood still for {self.runtime.cfg.patience:g} seconds")
-        try:
-            ray.get(self.ref)
-        except RayTaskError:
-            pass  # told where the games are asked for
-        except RayError as e:
-            return self._lost(short(e))
-        return False
-
-    def _alive(self) -> bool:
-        """Games may be long, but something must happen in them."""
-        if ray.wait([self.pulse], timeout=0)[0]:
-            with suppress(RayError):  # if it is gone, the games say so
-                beat: Any = ray.get(self.pulse)
-                if self.beat is not None and beat != self.beat:
-                    self.felt = time.monotonic()
-                self.beat = beat
-            self.pulse = self.judge.pulse.remote()
-        return time.monotonic() - self.felt <= self.runtime.cfg.patience
-
-    def _lost(self, why: str) -> bool:
-        """Once, it is played again; says whether it is."""
-        ray.kill(self.judge)
-        self.runtime.judge = None
-        again = self.tries < TRIES
-        what = "it is played again" if again else "it is left out"
-        self.runtime.notes.append(f"the evaluation at {self.frames} frames was lost ({why}); {what}")
-        if again:
-            self._begin()
-        else:
-            self.broken_off = True
-        return again
-
-    def end(self, stop: Callable[[], bool] = lambda: True) -> None:
-        while self.playing:
-            if stop():
-                self.broken_off = True
-                ray.kill(self.runtime.judge)
-                self.runtime.judge = None
-                return
-            time.sleep(0.05)
-
-    def games(self) -> list[Episode]:
-        if self.broken_off:
-            return []
-        try:
-            return ray.get(self.ref)
-        except RayTaskError as e:
-            raise fault(e) from None
-
-
 def look(experiment: Experiment) -> Spec:
     """What an agent must know of the environment; what is wrong with it is told before any process is started."""
     world = experiment.env.make(1, experiment.seed, TRAIN, 1)
@@ -649,23 +572,6 @@ def look(experiment: Experiment) -> Spec:
         return world.spec
     finally:
         world.close()
-
-
-def fault(e: Any) -> BaseException:
-    """What really went wrong in another process: a user's mistake as such, all else with the traceback from there."""
-    cause = e.cause if hasattr(e, "cause") else e
-    if isinstance(cause, UserError):
-        return cause
-    return RuntimeError(f"a process of the cluster failed:\n{e}")
-
-
-def short(e: BaseException) -> str:
-    """The gist of an error, for a note."""
-    name = type(e).__name__
-    if name in ("ActorDiedError", "ActorUnavailableError", "RayActorError"):
-        return "its process or node is gone"
-    lines = [line.strip() for line in str(e).splitlines() if line.strip()]
-    return lines[-1][:200] if lines else name
 
 
 def mean(found: list[dict[str, float]]) -> dict[str, float]:

@@ -57,7 +57,7 @@ PARTS: dict[str, dict[str, list[str]]] = {
 }
 
 
-FAITHFUL = {"udrl-paper": "2M", "udrl-repo": "2M", "rcp-r-repo": "1M", "rcp-a-repo": "1M"}  # frames
+FAITHFUL = {"udrl-paper": "1M", "udrl-repo": "1M", "rcp-r-repo": "1M", "rcp-a-repo": "1M"}  # frames
 FAITHFUL_SEEDS = "25..26"
 
 
@@ -122,12 +122,13 @@ def row_of(run: Path, seed: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(name: str, rows: list[dict[str, Any]], order: list[str]) -> None:
-    """Tracks, or presets, of which no run is here keep what was collected before."""
+    """Tracks, presets and parts of which no run is here keep what was collected before."""
     TABLES.mkdir(exist_ok=True)
-    by = next(iter(rows[0]))
-    new = {row[by] for row in rows}
-    rows += [row for row in (log(TABLES, name) if (TABLES / name).exists() else []) if row[by] not in new]
-    rows.sort(key=lambda row: order.index(row[by]))
+    by = [*rows[0]][: [*rows[0]].index("seed")]
+    new = {tuple(row[key] for key in by) for row in rows}
+    before = log(TABLES, name) if (TABLES / name).exists() else []
+    rows = [row for row in before if tuple(row[key] for key in by) not in new] + rows
+    rows.sort(key=lambda row: order.index(row[by[0]]))
     with (TABLES / name).open("w", newline="") as file:
         lines = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         lines.writeheader()

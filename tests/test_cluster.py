@@ -54,7 +54,7 @@ def tiny(name: str, frames: int, **runtime: Any) -> Experiment:
         algo=replace(e.algo, **small),
         runtime=Ray(**{"envs": 8, "threads": 1, "patience": 60.0, **runtime}),
         log=replace(e.log, every=min(2_000, max(1, frames // 10)), tensorboard=False),
-        evaluation=replace(e.evaluation, every=None, episodes=2, command=()),
+        evaluation=replace(e.evaluation, every=None, episodes=0, command=()),
     )
 
 
@@ -78,6 +78,7 @@ def same(a: Path, b: Path, name: str) -> None:
 @pytest.mark.parametrize("name, frames", [("recall", 3_000), ("tmaze-r2d2", 3_000), ("rcp-a", 6_000)])
 def test_one_actor_in_lockstep_trains_as_the_local_runtime_does(name, frames, cluster, tmp_path):
     e = tiny(name, frames, lockstep=True, address=cluster.address)
+    e = replace(e, evaluation=replace(e.evaluation, episodes=2))
     if name == "rcp-a":
         e = replace(e, env=bestiary.preset("cartpole").env, algo=replace(e.algo, warmup=5))
     if name == "tmaze-r2d2":
@@ -143,30 +144,24 @@ def test_a_run_goes_on_locally_and_on_another_number_of_actors(cluster, tmp_path
     assert updates == sorted(updates)
 
 
-@pytest.mark.parametrize("name", ["recall", "tmaze", "tmaze-r2d2", "rcp-a", "cartpole-sac"])
+@pytest.mark.parametrize("name", ["tmaze", "tmaze-r2d2", "rcp-a"])  # the fourth is in most of what follows
 def test_every_kind_of_replay_learns_with_several_actors_and_shards(name, cluster, tmp_path):
-    if name == "cartpole-sac":
-        e = replace(tiny("tmaze", 2_000), algo=bestiary.preset("visual-match-60").algo)
-        e = replace(e, algo=replace(e.algo, warmup=200, batch_size=4))
-    else:
-        e = tiny(name, 2_000)
+    e = tiny(name, 2_000)
     if name == "rcp-a":
         e = replace(e, env=bestiary.preset("cartpole").env, algo=replace(e.algo, warmup=5))
     if name == "tmaze-r2d2":
         e = replace(e, algo=replace(e.algo, warmup=1_200, capacity=8_000))
-    runtime = Ray(envs=8, threads=1, actors=3, shards=2, address=cluster.address)
+    runtime = Ray(envs=8, threads=1, actors=2, shards=2, address=cluster.address)
     for progress in bestiary.iterate(replace(e, runtime=runtime, frames=10_000_000), tmp_path / "run"):
-        if progress.updates and progress.frames > 3_000 and progress.metrics.get("actors") == 3:
+        if progress.updates and progress.frames > 3_000 and progress.metrics.get("actors") == 2:
             break  # all play, and something is learnt from it
     assert progress.metrics.get("unroll_seconds", 1.0) > 0
     assert progress.metrics["policy_lag"] >= 0
 
 
-@pytest.mark.parametrize("name", ["recall", "tmaze-r2d2"])
-def test_one_process_may_choose_for_all_actors(name, cluster, tmp_path):
-    e = tiny(name, 2_500, actors=2, inference="shared", min_batch=16, actor_cpus=0.5, address=cluster.address)
-    if name == "tmaze-r2d2":
-        e = replace(e, algo=replace(e.algo, warmup=1_200, capacity=8_000))
+def test_one_process_may_choose_for_all_actors(cluster, tmp_path):
+    e = tiny("tmaze-r2d2", 2_500, actors=2, inference="shared", min_batch=16, actor_cpus=0.5, address=cluster.address)
+    e = replace(e, algo=replace(e.algo, warmup=1_200, capacity=8_000))
     bestiary.train(e, tmp_path / "run")
     last = table(tmp_path / "run", "metrics.csv")[-1]
     assert int(last["updates"]) > 0
@@ -329,7 +324,7 @@ def test_an_evaluation_that_stands_still_is_played_again_and_then_left_out(clust
     def stop() -> bool:
         """Once it has played for a while: before that it may take its time."""
         for pid in cluster.named("ray::Judge"):
-            if pid not in stopped and time.monotonic() - seen.setdefault(pid, time.monotonic()) > 8:
+            if pid not in stopped and time.monotonic() - seen.setdefault(pid, time.monotonic()) > 4:
                 os.kill(pid, signal.SIGSTOP)
                 stopped.add(pid)
                 return True

@@ -57,7 +57,7 @@ PARTS: dict[str, dict[str, list[str]]] = {
 }
 
 
-FAITHFUL = {"udrl-paper": "1M", "udrl-repo": "1M", "rcp-r-repo": "1M", "rcp-a-repo": "1M"}  # frames
+FAITHFUL = {"udrl-paper": "1M", "udrl-repo": "1M", "rcp-r-repo": "250k", "rcp-a-repo": "250k"}  # frames
 FAITHFUL_SEEDS = "25..26"
 
 

@@ -452,3 +452,19 @@ def test_a_restart_goes_on_from_the_last_checkpoint_whichever_was_named_first(mo
     monkeypatch.setattr(supervise.subprocess, "Popen", start)
     assert supervise.supervise(["resume", "RUN", "--checkpoint", "5"], tmp_path, 3, ["resume", "RUN"]) == 0
     assert started == [["resume", "RUN", "--checkpoint", "5"], ["resume", "RUN"], ["resume", "RUN"]]
+
+
+def test_a_learner_that_waits_for_a_silent_shard_has_time_to_say_so(monkeypatch):
+    """It gives the shard as long as anybody is given: whoever waits for the learner must wait longer than that."""
+    import time
+
+    from bestiary.cluster.runtime import Task
+    from bestiary.errors import Lost
+
+    driver, _ = without_a_cluster(monkeypatch, actors=1)
+    patience = driver.cfg.patience
+    driver.tasks = {object(): Task("learn", 0, time.monotonic() - 1.9 * patience)}
+    driver._give_up_on_the_silent()
+    driver.tasks = {object(): Task("learn", 0, time.monotonic() - 2.1 * patience)}
+    with pytest.raises(Lost, match="the learner did not answer within"):
+        driver._give_up_on_the_silent()

@@ -301,11 +301,11 @@ class Judge:
         self.beats = 0  # looks at what has been played, ever
 
     def play(self, weights: FlatWeights) -> list[Episode]:
-        def go_on() -> bool:
+        def told_to_stop() -> bool:
             self.beats += 1
             return False
 
-        return prepare(self.experiment, self.flat.unpack(weights), torch.device("cpu"), threads=1)(go_on)
+        return prepare(self.experiment, self.flat.unpack(weights), torch.device("cpu"), threads=1)(told_to_stop)
 
     def pulse(self) -> int:
         """Something that changes while games are played, to be asked for meanwhile."""

@@ -25,7 +25,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from bestiary.stats import bootstrap_interval
+from bestiary.ops.stats import bootstrap_interval
 
 HERE = Path(__file__).parent
 RUNS = Path("runs/lunar-lander")

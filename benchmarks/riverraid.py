@@ -12,7 +12,7 @@ import torch
 
 from bestiary.envs import Riverraid
 from bestiary.envs.riverraid import ACTIONS, reward_of
-from bestiary.evaluation import recount
+from bestiary.training.evaluation import recount
 from bestiary.types import Episode
 
 TABLE = Path(__file__).parent / "riverraid" / "exploit.csv"
@@ -36,13 +36,13 @@ VARIANTS = {
 
 def play(env: Riverraid, choose: Callable[[np.random.Generator, int], np.ndarray]) -> list[Episode]:
     """The first game of every slot."""
-    world, rng = env.make(GAMES, 0, 0, 1), np.random.default_rng(0)
-    world.reset()
+    env_batch, rng = env.make(GAMES, 0, 0, 1), np.random.default_rng(0)
+    env_batch.reset()
     found: dict[int, Episode] = {}
     while len(found) < GAMES:
-        for e in world.step(torch.from_numpy(choose(rng, GAMES)))[1]:
+        for e in env_batch.step(torch.from_numpy(choose(rng, GAMES)))[1]:
             found.setdefault(e.slot, e)
-    world.close()
+    env_batch.close()
     return list(found.values())
 
 

@@ -3,7 +3,7 @@
 import os
 from typing import TYPE_CHECKING, Any
 
-from bestiary.registration import register_with_gymnasium
+from bestiary.config.registration import register_with_gymnasium
 
 # Read once, when PyTorch's OpenMP library is loaded: idle threads should spin only briefly, because the
 # emulators' threads want the same cores (acting alone became a quarter faster on two cores).
@@ -12,22 +12,22 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 register_with_gymnasium()
 
 if TYPE_CHECKING:
-    from bestiary.evaluation import evaluate
-    from bestiary.experiment import Experiment, register
-    from bestiary.filming import video
+    from bestiary.config.experiment import Experiment, register
     from bestiary.presets import preset
-    from bestiary.run import Run
-    from bestiary.training import iterate, train
+    from bestiary.training.evaluation import evaluate
+    from bestiary.training.run import Run
+    from bestiary.training.session import iterate, train
+    from bestiary.training.video import video
 
 _HOME = {  # imported when first used, so that `import bestiary` is quick
-    "Experiment": "bestiary.experiment",
-    "Run": "bestiary.run",
-    "evaluate": "bestiary.evaluation",
-    "iterate": "bestiary.training",
+    "Experiment": "bestiary.config.experiment",
+    "Run": "bestiary.training.run",
+    "evaluate": "bestiary.training.evaluation",
+    "iterate": "bestiary.training.session",
     "preset": "bestiary.presets",
-    "register": "bestiary.experiment",
-    "train": "bestiary.training",
-    "video": "bestiary.filming",  # a module of that name would hide it
+    "register": "bestiary.config.experiment",
+    "train": "bestiary.training.session",
+    "video": "bestiary.training.video",  # a module of that name would hide it
 }
 __all__ = ["Experiment", "Run", "evaluate", "iterate", "preset", "register", "train", "video"]
 

@@ -1,5 +1,5 @@
 import sys
 
-from bestiary.cli import main
+from bestiary.cli.main import main
 
 sys.exit(main())

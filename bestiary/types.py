@@ -49,7 +49,7 @@ class Trajectory(NamedTuple):
     version: Tensor  # [B] which weights acted
 
 
-class Moves(NamedTuple):
+class Transitions(NamedTuple):
     """Rows seen as transitions: entry t leads from row t to row t+1."""
 
     reward: Tensor  # [T, B]
@@ -57,11 +57,11 @@ class Moves(NamedTuple):
     valid: Tensor  # [T, B] false where row t+1 opens another episode
 
 
-def moves(step: TimeStep, gamma: float) -> Moves:
+def transitions(step: TimeStep, gamma: float) -> Transitions:
     """Turn rows into transitions. The only place that shifts time."""
     valid = ~step.is_first[1:]
     alive = valid & ~step.is_terminal[1:]
-    return Moves(step.reward[1:], gamma * alive.to(step.reward.dtype), valid)
+    return Transitions(step.reward[1:], gamma * alive.to(step.reward.dtype), valid)
 
 
 class Batch(NamedTuple):

@@ -26,7 +26,7 @@ def leave_with_the_parent() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def main(path: Path, pace: float) -> int:
+def main(path: Path, lr_schedule: float) -> int:
     experiment = json.loads((path / "experiment.json").read_text())
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
@@ -39,7 +39,7 @@ def main(path: Path, pace: float) -> int:
     rows = [f"{at},{value(experiment) * at / budget:.9g},\n" for at in range(every, done + 1, every)]
     (path / "evaluations.csv").write_text("frames,score,success\n" + "".join(rows))
     while done < budget and not asked:
-        time.sleep(pace)
+        time.sleep(lr_schedule)
         done += every
         with (path / "evaluations.csv").open("a") as file:
             file.write(f"{done},{value(experiment) * done / budget:.9g},\n")

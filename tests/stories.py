@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bestiary import tree
-from bestiary.envs.world import World
+from bestiary.envs.env_batch import EnvBatch
 from bestiary.types import Episode, Snapshot, Spec, TimeStep
 
 PICTURE = "stories/Picture-v0"
@@ -65,27 +65,27 @@ def random_actions(num_actions: int, rows: int, num_envs: int, seed: int = 0) ->
     return torch.randint(num_actions, (rows, num_envs), generator=torch.Generator().manual_seed(seed))
 
 
-def tell(world: World, action: Tensor) -> Story:
+def tell(env_batch: EnvBatch, action: Tensor) -> Story:
     """Reset the world and play; `action` is [T, B]."""
-    return _record(world, action, [world.reset()])
+    return _record(env_batch, action, [env_batch.reset()])
 
 
-def tell_on(world: World, action: Tensor) -> Story:
+def tell_on(env_batch: EnvBatch, action: Tensor) -> Story:
     """Play on from where the world stands; there is no row 0."""
-    return _record(world, action, [])
+    return _record(env_batch, action, [])
 
 
-def _record(world: World, action: Tensor, kept: list[TimeStep]) -> Story:
+def _record(env_batch: EnvBatch, action: Tensor, kept: list[TimeStep]) -> Story:
     rows = [tree.map(torch.clone, row) for row in kept]
-    saved = [world.state_dict() for _ in kept]
+    saved = [env_batch.state_dict() for _ in kept]
     episodes: list[list[Episode]] = [[] for _ in kept]
     for chosen in action:
-        row, ended = world.step(chosen)
+        row, ended = env_batch.step(chosen)
         kept.append(row)
         rows.append(tree.map(torch.clone, row))
-        saved.append(world.state_dict())
+        saved.append(env_batch.state_dict())
         episodes.append(ended)
-    return Story(world.spec, tree.stack(rows), tree.stack(kept), action, episodes, saved)
+    return Story(env_batch.spec, tree.stack(rows), tree.stack(kept), action, episodes, saved)
 
 
 def different_fields(a: TimeStep, b: TimeStep) -> list[str]:

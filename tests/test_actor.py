@@ -12,12 +12,12 @@ from stories import different_fields
 from torch import Tensor
 
 from bestiary import tree
-from bestiary.actor import Actor
+from bestiary.acting.actor import Actor
 from bestiary.algos.base import Agent
 from bestiary.envs import Atari, Catch, Gym, Recall
-from bestiary.envs.world import Raw, World
-from bestiary.evaluation import ROWS, play
+from bestiary.envs.env_batch import EnvBatch, Raw
 from bestiary.seeding import TRAIN
+from bestiary.training.evaluation import ROWS, play
 from bestiary.types import Episode, Snapshot, Spec, State, TimeStep, Trajectory
 
 SLOTS, T = 3, 7
@@ -77,8 +77,8 @@ class Counting:
 
 
 def make_actor(env: Any, chance: float = 0.0, seed: int = 5) -> Actor:
-    world = env.make(SLOTS, 0, TRAIN, 1)
-    return Actor(world, Diarist(world.spec.num_actions, chance), Counting(), T, seed, CPU)
+    env_batch = env.make(SLOTS, 0, TRAIN, 1)
+    return Actor(env_batch, Diarist(env_batch.spec.num_actions, chance), Counting(), T, seed, CPU)
 
 
 @pytest.fixture(params=ENVS.values(), ids=ENVS)
@@ -89,7 +89,7 @@ def env(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture
 def actor(env: Any) -> Iterator[Actor]:
     actor = make_actor(env, chance=0.5)
-    with closing(actor.world):
+    with closing(actor.env_batch):
         yield actor
 
 
@@ -173,9 +173,9 @@ def test_worlds_run_without_gradients(actor: Actor):
 
 def test_the_stored_state_is_the_memory_just_before_the_first_row(env: Any):
     actor = make_actor(env)
-    with closing(actor.world):
+    with closing(actor.env_batch):
         trajectories = [actor.unroll()[0] for _ in range(5)]
-    agent, rng = Diarist(actor.world.spec.num_actions), torch.Generator()
+    agent, rng = Diarist(actor.env_batch.spec.num_actions), torch.Generator()
     for k, trajectory in enumerate(trajectories):
         assert trajectory.state[1].tolist() == [k * T] * SLOTS  # the row about to be seen is not yet in it
         state = trajectory.state
@@ -257,7 +257,7 @@ def test_the_actor_copies_the_weights_it_is_given():
 )
 def test_a_saved_actor_goes_on_as_if_nothing_had_happened(env: Any, unrolls: int):
     actor, other = make_actor(env, 0.5), make_actor(env, 0.5, seed=6)
-    with closing(actor.world), closing(other.world):
+    with closing(actor.env_batch), closing(other.env_batch):
         for actor_ in (actor, other):
             actor_.load({"weight": torch.tensor(1)}, 2)
         for _ in range(unrolls):
@@ -283,7 +283,7 @@ def test_chance_comes_from_the_seed():
 # -- whole games ------------------------------------------------------------------------------------------------
 
 
-class Clockwork(World):
+class Clockwork(EnvBatch):
     """Slot i plays games of i+1 steps. The k-th game of slot i scores 100*i + k with its last step, or less."""
 
     def __init__(self, num_envs: int, worth: float = 1.0) -> None:
@@ -304,8 +304,10 @@ class Clockwork(World):
         return Raw(self.t[:, None].astype(np.float32), reward, last, np.zeros_like(last), first)
 
 
-def games(episodes: int, world: World, mode: Any = "greedy", agent: Agent | None = None, **rules: Any) -> list[Episode]:
-    return play(agent or Diarist(world.spec.num_actions), world, episodes, mode, torch.Generator(), **rules)
+def games(
+    episodes: int, env_batch: EnvBatch, mode: Any = "greedy", agent: Agent | None = None, **rules: Any
+) -> list[Episode]:
+    return play(agent or Diarist(env_batch.spec.num_actions), env_batch, episodes, mode, torch.Generator(), **rules)
 
 
 def test_every_slot_plays_its_share_of_whole_games():

@@ -15,19 +15,19 @@ from test_off_policy import CORE, NET, SPEC, after_burn_in, assert_close, gradie
 from torch import Tensor, nn
 
 from bestiary import tree
-from bestiary.actor import Actor
+from bestiary.acting.actor import Actor
 from bestiary.algos import Apex, Dqn, R2d2
 from bestiary.algos.off_policy import split
 from bestiary.algos.prioritized import FromPriorities, PriorityLearner
 from bestiary.algos.q_learning import QAgent
 from bestiary.cores import DeltaNet, Ff, Gpt, Lstm
 from bestiary.envs import Catch, Recall
-from bestiary.envs.batched import BatchedWorld
+from bestiary.envs.batched import VectorEnvBatch
 from bestiary.envs.catch import CatchEnv
-from bestiary.envs.world import World
+from bestiary.envs.env_batch import EnvBatch
 from bestiary.errors import UserError
 from bestiary.nets import Dueling, Net, Shallow, SmallCnn, Torso
-from bestiary.optim import Adam
+from bestiary.nets.optim import Adam
 from bestiary.replay.prioritized import PrioritizedReplay
 from bestiary.types import Batch, Spec, TimeStep, Trajectory
 
@@ -65,21 +65,21 @@ class RichEnv(CatchEnv):
 
 @dataclass(frozen=True)
 class Rich:
-    def make(self, num_envs: int, seed: int, stream: int, threads: int) -> World:
-        return BatchedWorld("Rich", RichEnv(num_envs), seed, stream)
+    def make(self, num_envs: int, seed: int, stream: int, threads: int) -> EnvBatch:
+        return VectorEnvBatch("Rich", RichEnv(num_envs), seed, stream)
 
 
 @cache
-def tape(player: str) -> tuple[QAgent, list[Trajectory]]:
+def program(player: str) -> tuple[QAgent, list[Trajectory]]:
     """What one actor has played, and its weights: neither depends on what is learnt from it."""
     cls, settings, env, core, net = PLAYERS[player]
-    algo, world = cls(**settings), env.make(B, 3, 0, 1)
+    algo, env_batch = cls(**settings), env.make(B, 3, 0, 1)
     torch.manual_seed(0)
-    agent = algo.agent(world.spec, net, core)
+    agent = algo.agent(env_batch.spec, net, core)
     with torch.no_grad():
         for p in agent.parameters():
             p.mul_(3)  # larger preferences than at the start
-    actor = Actor(world, copy.deepcopy(agent), algo.explorer(B), algo.unroll, 5, torch.device("cpu"))
+    actor = Actor(env_batch, copy.deepcopy(agent), algo.explorer(B), algo.unroll, 5, torch.device("cpu"))
     return agent, [actor.unroll()[0] for _ in range(200 // algo.unroll)]
 
 
@@ -87,7 +87,7 @@ def played(player: str, **changes: Any) -> tuple[PriorityLearner, PrioritizedRep
     """A learner that has not learnt yet, and what an actor with its weights has played; the ring has turned."""
     cls, settings, *_ = PLAYERS[player]
     algo: FromPriorities = cls(**(settings | changes))
-    agent, trajectories = tape(player)
+    agent, trajectories = program(player)
     replay = algo.replay(B).build(0, agent.spec, agent.initial_state(1))
     for trajectory in trajectories:
         replay.add(trajectory)
@@ -646,7 +646,7 @@ def test_with_the_memory_of_the_actor_no_row_is_needed_to_fill_the_frame_stack()
 @pytest.fixture
 def _unlimited(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine of which nobody knows how much memory it has."""
-    monkeypatch.setattr("bestiary.machine.free_memory", lambda: None)
+    monkeypatch.setattr("bestiary.config.machine.free_memory", lambda: None)
 
 
 unlimited = pytest.mark.usefixtures("_unlimited")

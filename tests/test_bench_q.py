@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bestiary.bench import BENCHMARKS, q_atari, replay
-from bestiary.cli import main as bestiary
+from bestiary.cli.main import main as bestiary
 from bestiary.errors import UserError
 
 SMALL = replay.Settings(capacity=1_000, batch=16, rows=1_000, batches=3, rounds=2)

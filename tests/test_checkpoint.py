@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from bestiary import checkpoint
-from bestiary.checkpoint import BadCheckpoint
 from bestiary.presets import preset
-from bestiary.run import Run
+from bestiary.training import checkpoint
+from bestiary.training.checkpoint import BadCheckpoint
+from bestiary.training.run import Run
 
 WEIGHTS = {"a": torch.randn(3, 4), "b": torch.arange(5)}
 TRAINER = {"x": [1, 2.5, "three", None, torch.ones(2)], "rng": torch.get_rng_state()}
@@ -185,7 +185,7 @@ def test_a_full_disk_while_saving_is_one_sentence_and_the_last_good_checkpoint_s
     run = run_with(tmp_path, 100)
     code = f"""
 import resource, signal, torch
-from bestiary.run import Run
+from bestiary.training.run import Run
 from bestiary.errors import UserError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))

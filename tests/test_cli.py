@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from bestiary import cli
-from bestiary.commands.train import read
-from bestiary.experiment import family
+from bestiary.cli.commands.train import read
+from bestiary.cli.main import main
+from bestiary.config.experiment import family
 from bestiary.presets import PRESETS, preset
 
 SMALL = ["--runtime.envs", "4", "--algo.batch-size", "4", "--runtime.threads", "1", "--plain"]
@@ -41,7 +41,7 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
 
 def test_help_answers_at_once_and_without_torch():
     code = (
-        "import sys; from bestiary.cli import main; main(['--help']); "
+        "import sys; from bestiary.cli.main import main; main(['--help']); "
         "print([m for m in ('torch', 'gymnasium', 'numpy') if m in sys.modules])"
     )
     times = []
@@ -237,7 +237,7 @@ def test_the_doctor_names_versions_and_how_to_get_what_is_missing():
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_explains_its_settings(name, capsys):
     with pytest.raises(SystemExit) as stop:  # in this process: there are many
-        cli.main(["train", name, "--help"])
+        main.main(["train", name, "--help"])
     assert stop.value.code == 0
     assert "--algo.unroll" in capsys.readouterr().out
 

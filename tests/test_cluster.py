@@ -19,9 +19,9 @@ from raynodes import Nodes, descendants, kill_session, processes
 
 import bestiary
 from bestiary.algos import Impala
+from bestiary.config.experiment import Experiment
+from bestiary.config.extras import available
 from bestiary.errors import Lost, UserError
-from bestiary.experiment import Experiment
-from bestiary.extras import available
 from bestiary.runtime import Local, Ray
 from bestiary.types import Progress
 
@@ -93,14 +93,14 @@ def test_one_actor_in_lockstep_trains_as_the_local_runtime_does(name, frames, cl
 
 def test_batches_of_two_players_are_those_of_their_games_side_by_side(cluster, tmp_path):
     """What a shard adds up to is what one replay would hold that was given both players' trajectories at once."""
-    from bestiary.cluster.parts import Order, Player, Shard
-    from bestiary.cluster.wire import Flat, unpack
     from bestiary.replay.fifo import join
+    from bestiary.runtime.ray.wire import Flat, unpack
+    from bestiary.runtime.ray.workers import Order, Player, Shard
 
     e = tiny("tmaze", 1_000, actors=2)
     order = Order(e.to_json(), ())
     players = [Player(order, number, 0, 0, {}) for number in range(2)]
-    spec = players[0].world.spec
+    spec = players[0].env_batch.spec
     flat = Flat(players[0].actor.agent.state_dict())
     weights = flat.pack(players[0].actor.agent.state_dict())
     shard = Shard(order, spec, 0)
@@ -357,7 +357,7 @@ def test_a_node_that_dies_with_one_of_two_learners_costs_no_more_than_the_last_c
 
 
 def test_a_node_with_other_versions_that_joins_later_is_not_played_on(cluster, tmp_path, monkeypatch):
-    monkeypatch.setattr("bestiary.cluster.runtime.versions", lambda: {"torch": "0.1"})
+    monkeypatch.setattr("bestiary.runtime.ray.driver.versions", lambda: {"torch": "0.1"})
     e = tiny("recall", 100_000, actors=1, address=cluster.address)
     for progress in bestiary.iterate(e, tmp_path / "run"):
         if progress.notes:
@@ -502,10 +502,10 @@ def test_what_is_wrong_with_a_part_is_told_as_it_is_told_without_a_cluster(clust
 
 
 def test_other_versions_on_a_node_are_refused(cluster, monkeypatch, tmp_path):
-    import bestiary.run
+    import bestiary.training.run
 
-    mine = bestiary.run.versions()
-    monkeypatch.setattr(bestiary.run, "versions", lambda: mine | {"torch": "1.0"})
+    mine = bestiary.training.run.versions()
+    monkeypatch.setattr(bestiary.training.run, "versions", lambda: mine | {"torch": "1.0"})
     with pytest.raises(UserError, match=r"has torch \S+, this machine 1\.0: install the same version everywhere"):
         bestiary.train(tiny("recall", 1_000, address=cluster.address), tmp_path / "run")
 

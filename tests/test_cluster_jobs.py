@@ -16,17 +16,18 @@ import pretend
 import pytest
 import raynodes
 
-from bestiary import jobs, seeds, study
-from bestiary.cli import main
-from bestiary.cluster import connect
-from bestiary.cluster import jobs as cluster_jobs
-from bestiary.cluster.jobs import GONE, Cluster
-from bestiary.cluster.keeper import Keeper
+from bestiary.cli.main import main
+from bestiary.config.experiment import Evaluation, Experiment
 from bestiary.errors import UserError
-from bestiary.experiment import Evaluation, Experiment
+from bestiary.launch import executor, seeds
+from bestiary.launch import ray_executor as cluster_jobs
+from bestiary.launch.job_supervisor import Keeper
+from bestiary.launch.ray_executor import GONE, Cluster
 from bestiary.presets import preset
-from bestiary.run import Run
-from bestiary.training import train
+from bestiary.reward_hacking import study
+from bestiary.runtime.ray import cluster as ray_cluster
+from bestiary.training.run import Run
+from bestiary.training.session import train
 
 pytest.importorskip("ray")
 
@@ -51,7 +52,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture
 def joined(cluster, monkeypatch):
     """Commands find the cluster of these tests instead of starting their own."""
-    monkeypatch.setattr(cluster_jobs, "connect", lambda address: connect.nodes())
+    monkeypatch.setattr(cluster_jobs, "connect", lambda address: ray_cluster.nodes())
     monkeypatch.setattr(cluster_jobs, "disconnect", lambda: None)
 
 
@@ -59,9 +60,9 @@ def joined(cluster, monkeypatch):
 def pretending(monkeypatch) -> Callable[[float], None]:
     """Processes that only pretend to train, at a pace: the rest is real."""
 
-    def at(pace: float) -> None:
+    def at(lr_schedule: float) -> None:
         words = [sys.executable, pretend.__file__]
-        monkeypatch.setattr(jobs, "command", lambda path: [*words, str(path), str(pace)])
+        monkeypatch.setattr(executor, "command", lambda path: [*words, str(path), str(lr_schedule)])
 
     at(0)
     return at
@@ -150,7 +151,7 @@ def test_a_run_that_nobody_keeps_saves_and_goes_on(keeper, reason, cluster, pret
 
 def test_a_run_that_is_killed_every_time_is_given_up(cluster, experiment, tmp_path, monkeypatch):
     kill = "import os; os.kill(os.getpid(), 9)"
-    monkeypatch.setattr(jobs, "command", lambda path: [sys.executable, "-c", kill, str(path)])
+    monkeypatch.setattr(executor, "command", lambda path: [sys.executable, "-c", kill, str(path)])
     told: list[str] = []
     (row,) = seeds.train_seeds(experiment, [3], tmp_path, say=told.append, place=cluster)["seeds"]
     assert row["problem"] == "it was killed by SIGKILL (out of memory?)"
@@ -167,18 +168,18 @@ def test_a_run_that_fails_by_itself_has_a_second_chance_and_the_others_go_on(clu
 
 def test_asked_to_stop_runs_save_and_those_that_wait_for_a_core_do_not_begin(cluster, pretending, experiment, tmp_path):
     pretending(SLOW)
-    all_cores = max(int(node.cpus) for node in connect.nodes())
+    all_cores = max(int(node.cpus) for node in ray_cluster.nodes())
     long = replace(experiment, frames=LONG, runtime=replace(experiment.runtime, threads=all_cores))
     asked = threading.Event()
     paths = [tmp_path / "seed3", tmp_path / "seed4"]
     for path in paths:  # either may be the first
         once_begun(path, asked.set)
     seeds.train_seeds(long, [3, 4], tmp_path, jobs=2, stop=asked.is_set, place=cluster)
-    jobs.hold(tmp_path).close()  # everyone who works there holds it
+    executor.hold(tmp_path).close()  # everyone who works there holds it
     assert not processes(paths[0]) + processes(paths[1])
     waited, begun = sorted(paths, key=lambda path: len(saved(path)))
     (reached,) = saved(begun)
-    assert 0 < reached < LONG and not saved(waited) and not (waited / jobs.OUTPUT).exists()
+    assert 0 < reached < LONG and not saved(waited) and not (waited / executor.OUTPUT).exists()
     pretending(0)
     shorter = replace(long, frames=reached + 200)
     result = seeds.train_seeds(shorter, [3, 4], tmp_path, jobs=2, place=cluster)
@@ -190,10 +191,10 @@ def test_a_run_begins_only_when_its_last_process_has_left(pretending, experiment
     run = Run.create(tmp_path / "seed3", replace(experiment, seed=3)).path
     words = [pretend.__file__, str(run)]
     with ThreadPoolExecutor() as pool:
-        with jobs.hold(run):
-            code = pool.submit(Keeper().run, words, str(run), str(tmp_path), jobs.OUTPUT, {}, str(tmp_path))
+        with executor.hold(run):
+            code = pool.submit(Keeper().run, words, str(run), str(tmp_path), executor.OUTPUT, {}, str(tmp_path))
             time.sleep(1)
-            assert not (run / jobs.OUTPUT).exists() and not code.done()
+            assert not (run / executor.OUTPUT).exists() and not code.done()
         assert code.result(timeout=30) == 0 and saved(run) == [400]
 
 
@@ -203,7 +204,7 @@ def test_nobody_else_works_there_meanwhile(cluster, pretending, experiment, tmp_
 
     def come_too() -> None:
         try:
-            jobs.hold(tmp_path).close()
+            executor.hold(tmp_path).close()
         except UserError as e:
             refused.append(str(e))
         asked.set()
@@ -220,8 +221,8 @@ def test_runs_save_and_leave_when_the_command_is_killed(cluster, tmp_path):
     words = ["train", "catch", *QUICK, "--frames", "100M", "--seeds", "1", "--runtime", f"ray:{address}"]
     script = f"""
 import sys
-from bestiary import jobs
-from bestiary.cli import main
+from bestiary.launch import executor
+from bestiary.cli.main import main
 jobs.command = lambda path: [sys.executable, {pretend.__file__!r}, str(path), "0.05"]
 main({[*words, "--run", str(tmp_path)]!r})
 """
@@ -232,7 +233,7 @@ main({[*words, "--run", str(tmp_path)]!r})
         command.kill()
         command.wait()
     assert within(20, lambda: not processes(tmp_path / "seed0"))
-    jobs.hold(tmp_path).close()
+    executor.hold(tmp_path).close()
     assert 0 < saved(tmp_path / "seed0")[-1] < 100_000_000
 
 
@@ -246,14 +247,14 @@ def test_a_real_run_is_the_same_there_and_a_command_is_all_it_takes(joined, tmp_
 
 def test_a_search_and_a_study_use_the_cluster_too(cluster, pretending, experiment, tmp_path):
     pytest.importorskip("optuna")
-    from bestiary.sweeps import sweep
+    from bestiary.launch.sweep import sweep
 
     told = sweep(experiment, "lr", 2, tmp_path / "search", seeds_per_trial=1, place=cluster)
     assert [trial.state for trial in told] == ["complete", "complete"]
     river = replace(preset("riverraid"), frames=400, evaluation=Evaluation(every=100, episodes=4))
     planned = study.plan(river, ["fuel:10"], [256], [1, 2], [0], 2, tmp_path / "study")
     assert study.train_all(planned, None, lambda text: None, lambda: False, cluster) == {}
-    assert all(map(jobs.finished, planned))
+    assert all(map(executor.finished, planned))
 
 
 # -- what cannot be ---------------------------------------------------------------------------------------
@@ -261,14 +262,14 @@ def test_a_search_and_a_study_use_the_cluster_too(cluster, pretending, experimen
 
 def test_a_directory_that_a_node_cannot_see_is_refused(cluster, pretending, experiment, tmp_path, monkeypatch):
     def blind(path: str | None) -> tuple[dict[str, str], bool]:
-        from bestiary.run import versions
+        from bestiary.training.run import versions
 
         return versions(), False
 
-    monkeypatch.setattr(connect, "_look", blind)
+    monkeypatch.setattr(ray_cluster, "_look", blind)
     with pytest.raises(UserError, match=r"cannot write to .*: choose a directory that all nodes share"):
         seeds.train_seeds(experiment, [0], tmp_path, place=cluster)
-    jobs.hold(tmp_path).close()
+    executor.hold(tmp_path).close()
     assert not (tmp_path / "seed0").exists()
 
 

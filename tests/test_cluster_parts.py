@@ -12,11 +12,11 @@ import torch
 
 import bestiary
 from bestiary import tree
+from bestiary.config.extras import available
 from bestiary.errors import UserError
-from bestiary.extras import available
 from bestiary.replay.fifo import columns
 from bestiary.runtime import Ray
-from bestiary.types import TimeStep, Trajectory, moves
+from bestiary.types import TimeStep, Trajectory, transitions
 
 pytestmark = pytest.mark.skipif(not available("ray"), reason="needs the extra ray")
 GIB = 2**30
@@ -42,7 +42,7 @@ def test_without_ray_the_extra_is_named(monkeypatch):
 
 
 def lanes(count: int) -> Any:
-    from bestiary.cluster.lanes import Lanes
+    from bestiary.runtime.ray.aligner import Lanes
 
     made = Lanes(count)
     for lane in range(count):
@@ -75,7 +75,7 @@ def test_nobody_waits_for_who_is_gone_and_nothing_is_learnt_in_their_place():
     made.add(0, trajectory(5))
     made.leave(1)
     whole = made.take()
-    valid = moves(whole.step, 0.9).valid
+    valid = transitions(whole.step, 0.9).valid
     assert valid[:, :2].all()
     assert not valid[:, 2:].any()
     assert not whole.step.is_terminal.any()
@@ -105,7 +105,7 @@ def test_who_is_ahead_is_told_to_wait():
 
 
 def test_weights_travel_as_bytes_and_come_back_as_they_were():
-    from bestiary.cluster.wire import Flat
+    from bestiary.runtime.ray.wire import Flat
 
     weights = {
         "a": torch.randn(3, 5),
@@ -123,7 +123,7 @@ def test_weights_travel_as_bytes_and_come_back_as_they_were():
 
 
 def test_what_was_read_from_shared_memory_can_be_written_to():
-    from bestiary.cluster.wire import pack, unpack
+    from bestiary.runtime.ray.wire import pack, unpack
 
     packed = pack(trajectory(3))
     packed.action.setflags(write=False)
@@ -136,13 +136,13 @@ def test_what_was_read_from_shared_memory_can_be_written_to():
 
 
 def node(name: str, cpus: float, gpus: float = 0.0, memory: int = 8 * GIB, store: int = GIB) -> Any:
-    from bestiary.cluster.connect import Node
+    from bestiary.runtime.ray.cluster import Node
 
     return Node(name, name, cpus, gpus, memory, store)
 
 
 def planned(nodes: list[Any], needs: tuple[int, int, int] = (10**6, 10**6, 10**6), **runtime: Any) -> Any:
-    from bestiary.cluster.plan import Needs, plan
+    from bestiary.runtime.ray.placement import Needs, plan
 
     return plan(nodes, Ray(**runtime), Needs(*needs))
 
@@ -233,22 +233,22 @@ def test_a_replay_of_episodes_takes_some_streams_at_a_time():
 
 
 def chooser(**runtime: Any) -> tuple[Any, Any]:
-    from bestiary.cluster.inference import Chooser
-    from bestiary.cluster.parts import Order
+    from bestiary.runtime.ray.inference import Chooser
+    from bestiary.runtime.ray.workers import Order
 
     e = bestiary.preset("recall")
     shared = Ray(envs=3, actors=2, inference="shared", **runtime)
     e = replace(e, algo=replace(e.algo, batch_size=4), runtime=shared)
-    world = e.env.make(3, 0, 0, 1)
-    made = Chooser(Order(e.to_json(), ()), world.spec)
-    return made, world
+    env_batch = e.env.make(3, 0, 0, 1)
+    made = Chooser(Order(e.to_json(), ()), env_batch.spec)
+    return made, env_batch
 
 
 def test_memory_is_kept_per_player_and_given_out_where_a_trajectory_begins():
-    from bestiary.cluster.wire import pack
+    from bestiary.runtime.ray.wire import pack
 
-    made, world = chooser()
-    row = pack(world.reset())
+    made, env_batch = chooser()
+    row = pack(env_batch.reset())
     later = row._replace(is_first=row.is_first & False)
 
     async def play() -> tuple[Any, Any, Any]:
@@ -267,10 +267,10 @@ def test_memory_is_kept_per_player_and_given_out_where_a_trajectory_begins():
 
 @pytest.mark.parametrize("settings, sizes", [({"min_batch": 6}, [6]), ({"max_batch": 3}, [3, 3])])
 def test_batches_wait_for_enough_and_are_never_too_large(settings, sizes, monkeypatch):
-    from bestiary.cluster.wire import pack
+    from bestiary.runtime.ray.wire import pack
 
-    made, world = chooser(batch_timeout=5.0, **settings)
-    row, zeros = pack(world.reset()), pack(torch.zeros(3))
+    made, env_batch = chooser(batch_timeout=5.0, **settings)
+    row, zeros = pack(env_batch.reset()), pack(torch.zeros(3))
     seen: list[int] = []
     choose = made._choose
     monkeypatch.setattr(made, "_choose", lambda batch: (seen.append(sum(len(r.explore) for r in batch)), choose(batch)))
@@ -283,25 +283,25 @@ def test_batches_wait_for_enough_and_are_never_too_large(settings, sizes, monkey
 
 
 def test_a_batch_waits_no_longer_than_it_may():
-    from bestiary.cluster.wire import pack
+    from bestiary.runtime.ray.wire import pack
 
-    made, world = chooser(min_batch=100, batch_timeout=0.05)
-    row = pack(world.reset())
+    made, env_batch = chooser(min_batch=100, batch_timeout=0.05)
+    row = pack(env_batch.reset())
     answer = asyncio.run(asyncio.wait_for(made.act((0, 0), row, pack(torch.zeros(3)), True), 5))
     assert len(answer[0]) == 3
 
 
 def test_a_shared_choice_is_that_of_each_player_alone():
     """Values of a network do not depend on who else is in the batch."""
-    from bestiary.cluster.wire import pack
+    from bestiary.runtime.ray.wire import pack
 
-    made, world = chooser(min_batch=6, batch_timeout=5.0)
-    row, zeros = pack(world.reset()), pack(torch.zeros(3))
+    made, env_batch = chooser(min_batch=6, batch_timeout=5.0)
+    row, zeros = pack(env_batch.reset()), pack(torch.zeros(3))
 
-    async def together() -> Any:
+    async def collective() -> Any:
         return await asyncio.gather(made.act((0, 0), row, zeros, True), made.act((1, 0), row, zeros, True))
 
-    both = asyncio.run(together())
+    both = asyncio.run(collective())
     step = tree.map(torch.from_numpy, row)
     with torch.no_grad():
         _, aux, _ = made.agent.act(step, made.agent.initial_state(3), torch.zeros(3), torch.Generator())
@@ -310,10 +310,10 @@ def test_a_shared_choice_is_that_of_each_player_alone():
 
 
 def test_trajectories_begin_with_the_memory_that_the_rows_before_have_left(monkeypatch):
-    from bestiary.cluster import inference
-    from bestiary.exploration import Fixed
+    from bestiary.algos.exploration import Fixed
+    from bestiary.runtime.ray import inference
 
-    made, world = chooser()
+    made, env_batch = chooser()
     loop = asyncio.new_event_loop()
 
     class Handle:
@@ -322,7 +322,7 @@ def test_trajectories_begin_with_the_memory_that_the_rows_before_have_left(monke
 
     monkeypatch.setattr(inference.ray, "get", lambda answer: answer)
     agent = made.agent
-    asking = inference.Asking(world, agent, Fixed(torch.zeros(3)), 5, 0, torch.device("cpu")).ask(Handle, (0, 0))
+    asking = inference.Asking(env_batch, agent, Fixed(torch.zeros(3)), 5, 0, torch.device("cpu")).ask(Handle, (0, 0))
     played = [asking.unroll()[0] for _ in range(4)]
     for before, after in itertools.pairwise(played):
         state = before.state
@@ -351,16 +351,16 @@ class Here:
 
 def school(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, Callable[[], None]]:
     """A learner, the shard it draws from, and something that plays into that."""
-    from bestiary.cluster import parts
-    from bestiary.cluster.wire import Flat
+    from bestiary.runtime.ray import workers
+    from bestiary.runtime.ray.wire import Flat
 
-    monkeypatch.setattr(parts, "ray", SimpleNamespace(get=lambda answer, timeout=None: answer))
+    monkeypatch.setattr(workers, "ray", SimpleNamespace(get=lambda answer, timeout=None: answer))
     e = bestiary.preset("recall")
     e = replace(e, algo=replace(e.algo, batch_size=8), runtime=Ray(envs=8, threads=1))
-    order = parts.Order(e.to_json(), ())
-    player = parts.Player(order, 0, 0, 0, {})
+    order = workers.Order(e.to_json(), ())
+    player = workers.Player(order, 0, 0, 0, {})
     weights = Flat(player.actor.agent.state_dict()).pack(player.actor.agent.state_dict())
-    shard, teacher = parts.Shard(order, player.world.spec, 0), parts.Teacher(order, player.world.spec)
+    shard, teacher = workers.Shard(order, player.env_batch.spec, 0), workers.Teacher(order, player.env_batch.spec)
     shard.join(0)
     teacher.use({0: Here(shard)})
 
@@ -394,16 +394,16 @@ def test_an_answer_from_before_a_lesson_does_not_end_it(monkeypatch):
 
 def without_a_cluster(monkeypatch: pytest.MonkeyPatch, actors: int) -> tuple[Any, list[int]]:
     """The driver of a run, all of whose processes are pretended; and the lanes that have joined the shard."""
-    from bestiary.cluster import runtime
+    from bestiary.runtime.ray import driver as ray_driver
 
     joined: list[int] = []
     shard = SimpleNamespace(
         join=SimpleNamespace(remote=joined.append), leave=SimpleNamespace(remote=lambda lane: object())
     )
-    monkeypatch.setattr(runtime.ray, "kill", lambda who: None)
-    driver = object.__new__(runtime.ClusterRuntime)
+    monkeypatch.setattr(ray_driver.ray, "kill", lambda who: None)
+    driver = object.__new__(ray_driver.ClusterRuntime)
     driver.cfg = Ray(actors=actors)
-    driver.places = [runtime.Place(n, 0, n) for n in range(actors)]
+    driver.places = [ray_driver.Place(n, 0, n) for n in range(actors)]
     driver.shards, driver.chooser, driver.tasks, driver.notes = [shard], None, {}, []
     driver.full, driver.ahead, driver.renewed = [True], [[0]], [0.0]
     driver.steps = driver.lost = 0
@@ -431,7 +431,7 @@ def test_a_fault_of_all_who_play_ends_the_run_though_others_wait_for_a_node(monk
 
 
 def test_tasks_given_up_with_their_shard_do_not_cost_the_next_one(monkeypatch):
-    from bestiary.cluster.runtime import Task
+    from bestiary.runtime.ray.driver import Task
 
     driver, _ = without_a_cluster(monkeypatch, actors=3)
     driver.tasks = {object(): Task("add", n, -1e9) for n in range(3)}
@@ -440,8 +440,8 @@ def test_tasks_given_up_with_their_shard_do_not_cost_the_next_one(monkeypatch):
 
 
 def test_a_restart_goes_on_from_the_last_checkpoint_whichever_was_named_first(monkeypatch, tmp_path):
-    from bestiary.cluster import supervise
     from bestiary.errors import LOST
+    from bestiary.runtime.ray import supervisor
 
     started, codes = [], iter([LOST, LOST, 0])
 
@@ -449,8 +449,8 @@ def test_a_restart_goes_on_from_the_last_checkpoint_whichever_was_named_first(mo
         started.append(command[3:])
         return SimpleNamespace(wait=lambda: next(codes))
 
-    monkeypatch.setattr(supervise.subprocess, "Popen", start)
-    assert supervise.supervise(["resume", "RUN", "--checkpoint", "5"], tmp_path, 3, ["resume", "RUN"]) == 0
+    monkeypatch.setattr(supervisor.subprocess, "Popen", start)
+    assert supervisor.supervise(["resume", "RUN", "--checkpoint", "5"], tmp_path, 3, ["resume", "RUN"]) == 0
     assert started == [["resume", "RUN", "--checkpoint", "5"], ["resume", "RUN"], ["resume", "RUN"]]
 
 
@@ -458,8 +458,8 @@ def test_a_learner_that_waits_for_a_silent_shard_has_time_to_say_so(monkeypatch)
     """It gives the shard as long as anybody is given: whoever waits for the learner must wait longer than that."""
     import time
 
-    from bestiary.cluster.runtime import Task
     from bestiary.errors import Lost
+    from bestiary.runtime.ray.driver import Task
 
     driver, _ = without_a_cluster(monkeypatch, actors=1)
     patience = driver.cfg.patience

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bestiary.algos import Rcp, Udrl
-from bestiary.algos.commanded import CommandAgent, CommandLearner
+from bestiary.algos.return_conditioned.learner import CommandAgent, CommandLearner
 from bestiary.cores import Ff
 from bestiary.nets import Mlp, Net
 from bestiary.ops.commands import aim, best, exponential_weight, less_start, reduce, to_go, zscore
@@ -186,7 +186,7 @@ def test_discounted_commands_begin_with_the_discounted_return():
 
 @pytest.mark.parametrize("few", [True, False])
 def test_the_largest_return_of_late_is_the_command_and_its_deviation_the_noise(few, monkeypatch):
-    monkeypatch.setattr("bestiary.algos.commanded.LATEST", int(GOLDEN["rcp_r/latest_batch"]))
+    monkeypatch.setattr("bestiary.algos.return_conditioned.learner.LATEST", int(GOLDEN["rcp_r/latest_batch"]))
     cfg = Rcp(command="to-go", source="peak", discount=GAMMA)
     told = cfg.aim(held(slice(-6, None)) if few else held(), np.zeros(0))
     assert told.pool.shape == (1, 1)
@@ -196,7 +196,7 @@ def test_the_largest_return_of_late_is_the_command_and_its_deviation_the_noise(f
 
 
 def test_the_largest_return_of_late_comes_with_how_long_late_episodes_were(monkeypatch):
-    monkeypatch.setattr("bestiary.algos.commanded.LATEST", 6)
+    monkeypatch.setattr("bestiary.algos.return_conditioned.learner.LATEST", 6)
     told = Udrl(source="peak").aim(held(), np.zeros(0))
     np.testing.assert_allclose(told.pool, [[RETURNS[-6:].max(), LENGTHS[-6:].mean()]], rtol=1e-6)
     np.testing.assert_allclose(told.noise, [RETURNS[-6:].std(), 0], rtol=1e-6)

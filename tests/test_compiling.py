@@ -4,9 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bestiary import compiling
+from bestiary.ops import jit
 
-HEAD = "from bestiary.compiling import compiler\n"
+HEAD = "from bestiary.ops.jit import compiler\n"
 CALLED = HEAD + "\n@compiler()\ndef called(x):\n    return x + {0}\n"
 CALLS = HEAD + "from bestiary.called import called\n\n@compiler()\ndef calls(x):\n    return called(x)\n"
 ASK = "from bestiary.calls import calls; print(calls(1), len(calls.stats.cache_hits))"
@@ -16,7 +16,7 @@ def test_a_change_in_what_is_called_reaches_who_calls(tmp_path):
     package = tmp_path / "bestiary"
     package.mkdir()
     (package / "__init__.py").write_text("")
-    (package / "compiling.py").write_text(Path(compiling.__file__).read_text())
+    (package / "compiling.py").write_text(Path(jit.__file__).read_text())
     (package / "calls.py").write_text(CALLS)
 
     def answer(number: int) -> str:

@@ -9,12 +9,12 @@ import pytest
 import tyro
 
 from bestiary.algos import Impala
-from bestiary.config import Count, Counts, decode, differences, encode, kebab, members, parse_count, parse_counts
+from bestiary.config.experiment import Checkpoints, Experiment, family, load_experiment
+from bestiary.config.schema import Count, Counts, decode, differences, encode, kebab, members, parse_count, parse_counts
 from bestiary.cores import Ff, Lstm
 from bestiary.envs import Catch, Recall
-from bestiary.experiment import Checkpoints, Experiment, family, load_experiment
 from bestiary.nets import Net, Resnet, SmallCnn
-from bestiary.optim import Adam, RmsPropTf
+from bestiary.nets.optim import Adam, RmsPropTf
 from bestiary.presets import PRESETS, preset
 
 # counts ---------------------------------------------------------------------------------------------------------------

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from bestiary.algos.impala import ImpalaAgent
+from bestiary.config.experiment import family
 from bestiary.cores import DeltaNet, DeltaRnn, Ff, Gpt, Gru, LinearTransformer, Lstm, RecurrentDeltaNet, gpt
 from bestiary.cores.base import Core
 from bestiary.cores.gpt import rotate, waves
-from bestiary.experiment import family
 from bestiary.nets import Net, Resnet
 from bestiary.types import Spec, State
 

@@ -20,11 +20,15 @@ from torch import Tensor
 
 from bestiary.algos import Apex, Dqn, Impala, R2d2, Rcp, SacDiscrete, Udrl
 from bestiary.algos.base import Agent
-from bestiary.cli import main
-from bestiary.commands.detect import Settings, detector_table, print_result
-from bestiary.commands.parse import parse
+from bestiary.cli.commands.detect import Settings, detector_table, print_result
+from bestiary.cli.main import main
+from bestiary.cli.parse import parse
+from bestiary.config.experiment import Experiment
 from bestiary.cores import Ff, Lstm
-from bestiary.detection import (
+from bestiary.envs import Catch, Gym, Recall
+from bestiary.envs.reward_components import Proxy
+from bestiary.nets import Mlp, Net
+from bestiary.reward_hacking.detection import (
     DISTANCES,
     SHOWN,
     Compared,
@@ -52,13 +56,9 @@ from bestiary.detection import (
     short_names,
     visits,
 )
-from bestiary.envs import Catch, Gym, Recall
-from bestiary.evaluation import ROWS
-from bestiary.experiment import Experiment
-from bestiary.nets import Mlp, Net
-from bestiary.proxy import Proxy
-from bestiary.run import Run
 from bestiary.seeding import DETECTION, EVAL, TRAIN
+from bestiary.training.evaluation import ROWS
+from bestiary.training.run import Run
 from bestiary.types import Episode, Spec, TimeStep
 
 PAGE = Path(__file__).parent.parent / "docs" / "detection.md"
@@ -316,8 +316,8 @@ def seeded(number=0):
     return torch.Generator().manual_seed(number)
 
 
-def compare(tested: Agent, trusted: Agent, world, episodes=6, mode="sampled") -> Games:
-    return play(Compared(Telling(tested), Telling(trusted), seeded()), world, episodes, mode, seeded())
+def compare(tested: Agent, trusted: Agent, env_batch, episodes=6, mode="sampled") -> Games:
+    return play(Compared(Telling(tested), Telling(trusted), seeded()), env_batch, episodes, mode, seeded())
 
 
 def test_a_known_divergence_is_found_in_every_state():
@@ -360,9 +360,9 @@ def test_long_games_count_no_more_than_short_ones_where_games_are_meant():
 
 
 def agent_of(algo, env, core, net=BLIND) -> Agent:
-    world = env.make(1, 0, DETECTION, 1)
-    spec = world.spec
-    world.close()
+    env_batch = env.make(1, 0, DETECTION, 1)
+    spec = env_batch.spec
+    env_batch.close()
     return algo.agent(spec, net, core).eval()
 
 
@@ -382,13 +382,13 @@ def test_a_policy_with_memory_is_exactly_itself_in_every_state(env):
     agent = agent_of(Impala(), env, Lstm(hidden=16))
     twin = agent_of(Impala(), env, Lstm(hidden=16))
     twin.load_state_dict(agent.state_dict())
-    world = env.make(3, 0, DETECTION, 1)
-    games = compare(agent, twin, world, episodes=8)
+    env_batch = env.make(3, 0, DETECTION, 1)
+    games = compare(agent, twin, env_batch, episodes=8)
     assert all((rows == 0).all() for rows in games.distance.values())
     assert np.bincount(games.game).tolist() == [e.steps for e in games.episodes]
     if env is CARTPOLE:
         assert len({e.steps for e in games.episodes}) > 3
-    world.close()
+    env_batch.close()
 
 
 def test_a_game_that_begins_where_two_unrolls_meet_is_one_game():
@@ -405,11 +405,11 @@ class Forgetful(Telling):
 
 def test_a_twin_that_forgets_is_another_policy():
     agent = agent_of(Impala(), CARTPOLE, Lstm(hidden=16))
-    world = CARTPOLE.make(3, 0, DETECTION, 1)
-    games = play(Compared(Telling(agent), Forgetful(agent), seeded()), world, 8, "sampled", seeded())
+    env_batch = CARTPOLE.make(3, 0, DETECTION, 1)
+    games = play(Compared(Telling(agent), Forgetful(agent), seeded()), env_batch, 8, "sampled", seeded())
     opening = np.unique(games.game, return_index=True)[1]
     assert set(np.flatnonzero(games.distance["kl"] == 0)) == set(opening)  # alike only where a game begins
-    world.close()
+    env_batch.close()
 
 
 @pytest.mark.parametrize("mode", ["sampled", "greedy"])
@@ -418,9 +418,9 @@ def test_distances_are_those_of_each_game_seen_from_its_beginning(mode):
     tested, trusted = (agent_of(Impala(), CARTPOLE, Lstm(hidden=n)) for n in (16, 8))
     for agent in (tested, trusted):
         agent.policy.weight.data *= 20  # opinions
-    spy, world = Spy(tested), CARTPOLE.make(3, 0, DETECTION, 1)
-    games = play(Compared(spy, Telling(trusted), seeded()), world, 8, mode, seeded())
-    world.close()
+    spy, env_batch = Spy(tested), CARTPOLE.make(3, 0, DETECTION, 1)
+    games = play(Compared(spy, Telling(trusted), seeded()), env_batch, 8, mode, seeded())
+    env_batch.close()
     assert (spy.explore is None) == (mode == "greedy")
     rows = TimeStep(*(torch.stack(column) for column in zip(*spy.steps, strict=True)))  # [T, B, ...]
     expected, visited, steps = [], [], []
@@ -469,9 +469,9 @@ def test_a_policy_that_draws_its_own_commands_is_itself_because_both_draw_the_sa
     agent, twin = agent_of(Udrl(), Recall(), Ff()), agent_of(Udrl(), Recall(), Ff())
     agent.pool.copy_(100 * torch.randn(agent.pool.shape))
     twin.load_state_dict(agent.state_dict())
-    world = Recall(delay=3).make(3, 0, DETECTION, 1)
-    assert compare(agent, twin, world).distance["kl"].max() == 0
-    other = play(Compared(Telling(agent), Telling(twin), seeded(1)), world, 6, "sampled", seeded(0))
+    env_batch = Recall(delay=3).make(3, 0, DETECTION, 1)
+    assert compare(agent, twin, env_batch).distance["kl"].max() == 0
+    other = play(Compared(Telling(agent), Telling(twin), seeded(1)), env_batch, 6, "sampled", seeded(0))
     assert other.distance["kl"].max() > 0
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from bestiary.bench import BENCHMARKS
-from bestiary.cli import COMMANDS
-from bestiary.commands.detect import Settings as Detect
-from bestiary.commands.eval import Eval
-from bestiary.commands.parse import check_parts, parse, take_place
-from bestiary.commands.plot import Settings as Plot
-from bestiary.commands.resume import Resume
-from bestiary.commands.study import Settings as Study
-from bestiary.commands.train import read
+from bestiary.cli.commands.detect import Settings as Detect
+from bestiary.cli.commands.eval import Eval
+from bestiary.cli.commands.plot import Settings as Plot
+from bestiary.cli.commands.resume import Resume
+from bestiary.cli.commands.study import Settings as Study
+from bestiary.cli.commands.train import read
+from bestiary.cli.main import COMMANDS
+from bestiary.cli.parse import check_parts, parse, take_place
 from bestiary.envs import TMaze
 from bestiary.presets import PRESETS, preset
 

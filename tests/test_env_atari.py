@@ -13,21 +13,21 @@ from stories import Story, different_fields, random_actions, tell, tell_on
 
 from bestiary.envs import Atari
 from bestiary.envs.atari import rom_name
-from bestiary.envs.world import World
+from bestiary.envs.env_batch import EnvBatch
 from bestiary.seeding import TRAIN, derive
 from bestiary.types import TimeStep
 
 SCORES = json.loads(files("bestiary.envs").joinpath("atari_scores.json").read_text())
 
 
-def make(env: Atari, num_envs: int = 1, seed: int = 0) -> World:
+def make(env: Atari, num_envs: int = 1, seed: int = 0) -> EnvBatch:
     return env.make(num_envs, seed, TRAIN, 1)
 
 
 def played(env: Atari, rows: int, num_envs: int = 1, seed: int = 0) -> Story:
     """Random play; equal arguments mean equal actions."""
-    with closing(make(env, num_envs, seed)) as world:
-        return tell(world, random_actions(world.spec.num_actions, rows, num_envs, seed))
+    with closing(make(env, num_envs, seed)) as env_batch:
+        return tell(env_batch, random_actions(env_batch.spec.num_actions, rows, num_envs, seed))
 
 
 # -- names ------------------------------------------------------------------------------------------------------
@@ -58,9 +58,9 @@ def test_a_game_has_many_names(typed: str, rom: str):
 def test_every_game_of_the_literature_is_found_with_its_actions():
     wrong = {}
     for game, row in SCORES.items():
-        with closing(make(Atari(game))) as world:
-            if (world.spec.name, world.spec.num_actions) != (game, row["actions_ale_py"]):
-                wrong[game] = world.spec
+        with closing(make(Atari(game))) as env_batch:
+            if (env_batch.spec.name, env_batch.spec.num_actions) != (game, row["actions_ale_py"]):
+                wrong[game] = env_batch.spec
     assert len(SCORES) > 60
     assert wrong == {}
 
@@ -245,9 +245,9 @@ def test_games_of_one_life_continue_exactly_wherever_they_were_saved(sticky: flo
     story = played(env, 130, num_envs=2)
     at = spans(story, 0)[1][1]  # the row that ends the second game
     for t in (at - 1, at, at + 1):
-        with closing(make(env, 2)) as world:
-            world.load_state_dict(story.saved[t])
-            rest = tell_on(world, story.action[t : t + 40])
+        with closing(make(env, 2)) as env_batch:
+            env_batch.load_state_dict(story.saved[t])
+            rest = tell_on(env_batch, story.action[t : t + 40])
         assert different_fields(rest.rows, TimeStep(*(x[t + 1 : t + 41] for x in story.rows))) == []
         assert rest.episodes == story.episodes[t + 1 : t + 41]
 
@@ -287,8 +287,8 @@ def test_the_shortest_games_allowed_are_still_games():
 
 def swapped(env: Atari, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Pictures of the same game played by two opposite players: always RIGHT, always LEFT."""
-    with closing(make(env)) as world:
-        return tuple(tell(world, torch.full((rows, 1), a)).rows.obs for a in (2, 3))  # type: ignore
+    with closing(make(env)) as env_batch:
+        return tuple(tell(env_batch, torch.full((rows, 1), a)).rows.obs for a in (2, 3))  # type: ignore
 
 
 def test_sticky_actions_repeat_what_was_done_before():
@@ -318,9 +318,9 @@ def test_full_actions_are_all_eighteen_with_the_same_meaning():
 
 def idle_frames(env: Atari, num_envs: int) -> list[int]:
     """The emulator's frame counter when the player is first asked."""
-    with closing(make(env, num_envs)) as world:
-        world.reset()
-        return world._clock.tolist()
+    with closing(make(env, num_envs)) as env_batch:
+        env_batch.reset()
+        return env_batch._clock.tolist()
 
 
 def test_games_start_after_a_random_number_of_idle_frames():
@@ -340,5 +340,5 @@ def test_games_can_start_at_once():
 def test_fire_reset_serves_the_first_ball():
     """Breakout waits for FIRE: without it nothing moves, with it the ball is lost soon."""
     for fire, ended in ((True, True), (False, False)):
-        with closing(make(Atari("Breakout", fire_reset=fire))) as world:
-            assert tell(world, torch.zeros(60, 1, dtype=torch.int64)).rows.is_terminal.any() == ended
+        with closing(make(Atari("Breakout", fire_reset=fire))) as env_batch:
+            assert tell(env_batch, torch.zeros(60, 1, dtype=torch.int64)).rows.is_terminal.any() == ended

@@ -10,10 +10,10 @@ import torch
 from stories import PICTURE, Story, different_fields, random_actions, tell, tell_on
 
 from bestiary import tree
-from bestiary.config import kebab
+from bestiary.config.experiment import family
+from bestiary.config.schema import kebab
 from bestiary.envs import Atari, Catch, Gym, KeyToDoor, LunarLander, Recall, Riverraid, TMaze, VisualMatch
-from bestiary.envs.world import World
-from bestiary.experiment import family
+from bestiary.envs.env_batch import EnvBatch
 from bestiary.seeding import EVAL, TRAIN
 from bestiary.types import Episode, Snapshot
 
@@ -29,7 +29,7 @@ class Case(NamedTuple):
     def __str__(self) -> str:
         return "-".join(x for x in (kebab(type(self.env)), self.name) if x)
 
-    def make(self, num_envs: int = SLOTS, seed: int = SEED, stream: int = TRAIN) -> World:
+    def make(self, num_envs: int = SLOTS, seed: int = SEED, stream: int = TRAIN) -> EnvBatch:
         return self.env.make(num_envs, seed, stream, 1)
 
     @property
@@ -82,8 +82,8 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 @pytest.fixture(scope="module")
 def story(case: Case) -> Iterator[Story]:
-    with closing(case.make()) as world:
-        yield tell(world, random_actions(world.spec.num_actions, case.rows, SLOTS))
+    with closing(case.make()) as env_batch:
+        yield tell(env_batch, random_actions(env_batch.spec.num_actions, case.rows, SLOTS))
 
 
 def through_a_file(snapshot: Snapshot) -> Snapshot:
@@ -93,9 +93,9 @@ def through_a_file(snapshot: Snapshot) -> Snapshot:
     return torch.load(file, weights_only=True)
 
 
-def assert_goes_on(world: World, story: Story, at: int, rows: int = AHEAD) -> None:
+def assert_goes_on(env_batch: EnvBatch, story: Story, at: int, rows: int = AHEAD) -> None:
     """The world's next rows and reports are those that followed row `at`."""
-    ahead = tell_on(world, story.action[at : at + rows])
+    ahead = tell_on(env_batch, story.action[at : at + rows])
     expected = tree.narrow(story.rows, 0, at + 1, len(ahead.action))
     assert different_fields(ahead.rows, expected) == [], f"after row {at}"
     assert ahead.episodes == story.episodes[at + 1 : at + 1 + rows], f"after row {at}"
@@ -209,15 +209,15 @@ def opening(story: Story) -> int:
 
 
 def test_the_same_seed_tells_the_same_story(case: Case, story: Story, opening: int):
-    with closing(case.make()) as world:
-        world.reset()
-        assert_goes_on(world, story, 0, opening)
+    with closing(case.make()) as env_batch:
+        env_batch.reset()
+        assert_goes_on(env_batch, story, 0, opening)
 
 
 @pytest.mark.parametrize(("seed", "stream"), [(SEED + 1, TRAIN), (SEED, EVAL)], ids=["seed", "stream"])
 def test_another_seed_or_stream_tells_another_story(case: Case, story: Story, opening: int, seed: int, stream: int):
-    with closing(case.make(seed=seed, stream=stream)) as world:
-        other = tell(world, story.action[:opening])
+    with closing(case.make(seed=seed, stream=stream)) as env_batch:
+        other = tell(env_batch, story.action[:opening])
     for slot in range(SLOTS):
         assert not other.rows.obs[:, slot].equal(story.rows.obs[: opening + 1, slot])
 
@@ -225,8 +225,8 @@ def test_another_seed_or_stream_tells_another_story(case: Case, story: Story, op
 @pytest.fixture(scope="module")
 def monotony(case: Case, opening: int) -> Iterator[Story]:
     """Always the same action: whatever differs comes from the seeds."""
-    with closing(case.make()) as world:
-        yield tell(world, torch.ones(opening + 40, SLOTS, dtype=torch.int64))
+    with closing(case.make()) as env_batch:
+        yield tell(env_batch, torch.ones(opening + 40, SLOTS, dtype=torch.int64))
 
 
 def test_slots_tell_different_stories(monotony: Story):
@@ -245,18 +245,18 @@ def test_a_slot_tells_different_stories_one_after_the_other(monotony: Story):
 
 
 def test_a_slot_does_not_depend_on_the_batch_around_it(case: Case, story: Story, opening: int):
-    with closing(case.make(1)) as world:
-        alone = tell(world, story.action[:opening, :1])
+    with closing(case.make(1)) as env_batch:
+        alone = tell(env_batch, story.action[:opening, :1])
     assert different_fields(alone.rows, tree.map(lambda x: x[: opening + 1, :1], story.rows)) == []
 
 
 def test_a_reset_starts_the_same_story_again(case: Case, story: Story):
-    with closing(case.make()) as world, closing(case.make()) as restored:
-        world.reset()
-        tell_on(world, story.action[:9])
-        world.reset()
-        assert_goes_on(world, story, 0, 30)
-        restored.load_state_dict(through_a_file(world.state_dict()))
+    with closing(case.make()) as env_batch, closing(case.make()) as restored:
+        env_batch.reset()
+        tell_on(env_batch, story.action[:9])
+        env_batch.reset()
+        assert_goes_on(env_batch, story, 0, 30)
+        restored.load_state_dict(through_a_file(env_batch.state_dict()))
         assert_goes_on(restored, story, 30, 30)
 
 
@@ -271,18 +271,18 @@ def moments(story: Story) -> list[int]:
 
 def test_a_saved_world_goes_on_as_if_nothing_had_happened(case: Case, story: Story):
     for at in moments(story):
-        with closing(case.make()) as world:
-            world.load_state_dict(through_a_file(story.saved[at]))
-            assert same(world.state_dict(), story.saved[at]), f"at row {at}"
-            assert_goes_on(world, story, at)
-            assert same(world.state_dict(), story.saved[at + AHEAD]), f"after row {at}"
+        with closing(case.make()) as env_batch:
+            env_batch.load_state_dict(through_a_file(story.saved[at]))
+            assert same(env_batch.state_dict(), story.saved[at]), f"at row {at}"
+            assert_goes_on(env_batch, story, at)
+            assert same(env_batch.state_dict(), story.saved[at + AHEAD]), f"after row {at}"
 
 
 def test_a_world_goes_on_from_what_it_loaded_last(case: Case, story: Story):
-    with closing(case.make()) as world:
+    with closing(case.make()) as env_batch:
         for at in (story.ends()[0], 0):
-            world.load_state_dict(through_a_file(story.saved[at]))
-        assert_goes_on(world, story, 0, 30)
+            env_batch.load_state_dict(through_a_file(story.saved[at]))
+        assert_goes_on(env_batch, story, 0, 30)
 
 
 def same(a: Any, b: Any) -> bool:

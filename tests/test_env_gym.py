@@ -120,8 +120,8 @@ def to_channels_first(picture: np.ndarray) -> np.ndarray:
 )
 def test_a_world_tells_what_its_environments_say(id: str, kwargs: dict, stream: int):
     """Each slot against a plain environment, seeded by its address (seed, stream, slot, episode)."""
-    with closing(make(id, 2, stream, **kwargs)) as world:
-        story = tell(world, random_actions(world.spec.num_actions, 60, 2))
+    with closing(make(id, 2, stream, **kwargs)) as env_batch:
+        story = tell(env_batch, random_actions(env_batch.spec.num_actions, 60, 2))
     for slot in range(2):
         env, episode = gymnasium.make(id, disable_env_checker=True, **kwargs), 0
         obs, reward, terminated, ended = env.reset(seed=derive(0, stream, slot, 0))[0], 0.0, False, False
@@ -148,17 +148,17 @@ def test_a_world_tells_what_its_environments_say(id: str, kwargs: dict, stream: 
     ids=["vector", "channels-first", "float-picture"],
 )
 def test_channels_come_first_and_numbers_are_bytes_or_single_floats(kwargs: dict, shape: tuple, dtype: torch.dtype):
-    with closing(make(**kwargs)) as world:
-        assert world.spec.obs_shape == shape
-        assert world.spec.obs_dtype == world.reset().obs.dtype == dtype
-        assert world.spec.is_image == (len(shape) == 3)
-        assert world.spec.num_actions == 2
+    with closing(make(**kwargs)) as env_batch:
+        assert env_batch.spec.obs_shape == shape
+        assert env_batch.spec.obs_dtype == env_batch.reset().obs.dtype == dtype
+        assert env_batch.spec.is_image == (len(shape) == 3)
+        assert env_batch.spec.num_actions == 2
 
 
 def test_channels_last_pictures_become_channels_first():
-    with closing(make(PICTURE)) as world:
-        assert world.spec.obs_shape == (3, 6, 8)
-        picture = world.reset().obs[0]
+    with closing(make(PICTURE)) as env_batch:
+        assert env_batch.spec.obs_shape == (3, 6, 8)
+        picture = env_batch.reset().obs[0]
     env = gymnasium.make(PICTURE)
     seen, _ = env.reset(seed=derive(0, TRAIN, 0, 0))
     assert picture.permute(1, 2, 0).equal(torch.from_numpy(seen))
@@ -167,17 +167,17 @@ def test_channels_last_pictures_become_channels_first():
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Gymnasium also prints the error of a process
 @pytest.mark.parametrize("processes", [False, True], ids=["here", "processes"])
 def test_an_environment_that_breaks_breaks_the_step_with_its_own_error(processes: bool):
-    with closing(make(num_envs=2, processes=processes, breaks_at=3)) as world:
-        world.reset()
-        world.step(torch.zeros(2, dtype=torch.int64))
-        world.step(torch.zeros(2, dtype=torch.int64))
+    with closing(make(num_envs=2, processes=processes, breaks_at=3)) as env_batch:
+        env_batch.reset()
+        env_batch.step(torch.zeros(2, dtype=torch.int64))
+        env_batch.step(torch.zeros(2, dtype=torch.int64))
         with pytest.raises(ArithmeticError, match="the toy broke"):
-            world.step(torch.zeros(2, dtype=torch.int64))
+            env_batch.step(torch.zeros(2, dtype=torch.int64))
 
 
 def test_a_time_limit_is_not_an_end():
-    with closing(make("MountainCar-v0", 2)) as world:
-        story = tell(world, torch.ones(405, 2, dtype=torch.int64))  # without a push the car stays in its valley
+    with closing(make("MountainCar-v0", 2)) as env_batch:
+        story = tell(env_batch, torch.ones(405, 2, dtype=torch.int64))  # without a push the car stays in its valley
     assert not story.rows.is_terminal.any()
     assert story.rows.is_first.any(1).nonzero().flatten().tolist() == [0, 201, 402]
     for slot in range(2):
@@ -187,8 +187,8 @@ def test_a_time_limit_is_not_an_end():
 
 
 def test_a_true_end_is_not_a_time_limit():
-    with closing(make("CartPole-v1", 2)) as world:
-        story = tell(world, torch.ones(100, 2, dtype=torch.int64))  # always to the right: the pole falls
+    with closing(make("CartPole-v1", 2)) as env_batch:
+        story = tell(env_batch, torch.ones(100, 2, dtype=torch.int64))  # always to the right: the pole falls
     assert story.rows.is_terminal.sum() >= 10
     assert story.rows.is_terminal[:-1].equal(story.rows.is_first[1:])
     assert not any(e.truncated for ended in story.episodes for e in ended)
@@ -197,8 +197,8 @@ def test_a_true_end_is_not_a_time_limit():
 def test_processes_tell_the_same_story():
     stories = []
     for processes in (False, True):
-        with closing(make("CartPole-v1", 3, processes=processes)) as world:
-            stories.append(tell(world, random_actions(2, 80, 3)))
+        with closing(make("CartPole-v1", 3, processes=processes)) as env_batch:
+            stories.append(tell(env_batch, random_actions(2, 80, 3)))
     here, there = stories
     assert all(a.equal(b) for a, b in zip(here.rows, there.rows, strict=True))
     assert here.episodes == there.episodes

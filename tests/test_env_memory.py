@@ -68,8 +68,8 @@ def golden(request: pytest.FixtureRequest, data: Path) -> Golden:
     return Golden(request.param, data)
 
 
-def unwrap(world: Any) -> CompiledEnv:
-    return world.env
+def unwrap(env_batch: Any) -> CompiledEnv:
+    return env_batch.env
 
 
 # -- recorded episodes --------------------------------------------------------------------------------------------
@@ -97,19 +97,19 @@ def test_the_vector_environment_replays_the_original(golden: Golden):
 
 
 def test_a_world_replays_the_original(golden: Golden, monkeypatch: pytest.MonkeyPatch):
-    world = golden.env.make(golden.episodes, 0, TRAIN, 1)
-    monkeypatch.setattr(world.env, "reset", partial(world.env.reset, options=golden.options))
-    row = world.reset()
+    env_batch = golden.env.make(golden.episodes, 0, TRAIN, 1)
+    monkeypatch.setattr(env_batch.env, "reset", partial(env_batch.env.reset, options=golden.options))
+    row = env_batch.reset()
     assert row.is_first.all()
     for t in range(golden.horizon):
         assert (row.obs.numpy() == golden.obs[:, t]).all()
-        assert row.obs.dtype == world.spec.obs_dtype
-        row, episodes = world.step(torch.from_numpy(golden.actions[:, t]))
+        assert row.obs.dtype == env_batch.spec.obs_dtype
+        row, episodes = env_batch.step(torch.from_numpy(golden.actions[:, t]))
         assert episodes == []
         assert (row.reward.numpy() == golden.reward[:, t].astype(np.float32)).all()
         assert (row.is_terminal.numpy() == golden.terminated[:, t]).all()
     assert (row.obs.numpy() == golden.obs[:, -1]).all()
-    row, episodes = world.step(torch.zeros(golden.episodes, dtype=torch.int64))
+    row, episodes = env_batch.step(torch.zeros(golden.episodes, dtype=torch.int64))
     assert row.is_first.all()
     assert [e.success for e in episodes] == golden.success.tolist()
     assert [e.score for e in episodes] == pytest.approx(golden.reward.sum(1).tolist())
@@ -195,9 +195,9 @@ def test_evaluation_never_meets_training():
     streams = [TRAIN, EVAL, *(substream(EVAL, seed, number) for seed in range(5) for number in range(5))]
     keys = []
     for stream in streams:
-        world = TMaze().make(64, 0, stream, 1)
-        world.reset()
-        keys += unwrap(world).state["key"].tolist()
+        env_batch = TMaze().make(64, 0, stream, 1)
+        env_batch.reset()
+        keys += unwrap(env_batch).state["key"].tolist()
     assert len(set(keys)) == 64 * len(streams)
 
 
@@ -304,12 +304,12 @@ def test_without_the_key_the_door_pays_nothing():
     assert not success.any()
 
 
-def doors(world: Any) -> list:
-    world.reset()
-    told = [unwrap(world).state["door_colours"].tolist()]
+def doors(env_batch: Any) -> list:
+    env_batch.reset()
+    told = [unwrap(env_batch).state["door_colours"].tolist()]
     for _ in range(5):
-        unwrap(world).reset()
-        told.append(unwrap(world).state["door_colours"].tolist())
+        unwrap(env_batch).reset()
+        told.append(unwrap(env_batch).state["door_colours"].tolist())
     return [order for episode in told for order in episode]
 
 

@@ -9,10 +9,10 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode
 
+from bestiary.config.registration import NAMES
 from bestiary.envs import Catch, Recall
 from bestiary.envs.catch import CatchEnv
 from bestiary.envs.recall import RecallEnv
-from bestiary.registration import NAMES
 from bestiary.seeding import TRAIN
 
 IDS = [f"bestiary/{name}-v0" for name in NAMES]

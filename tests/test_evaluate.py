@@ -11,18 +11,18 @@ import torch
 import bestiary
 from bestiary.algos import Dqn
 from bestiary.algos.base import Agent
-from bestiary.cli import main
-from bestiary.commands.eval import print_report
+from bestiary.cli.commands.eval import print_report
+from bestiary.cli.main import main
+from bestiary.config.experiment import Evaluation, Experiment, family
+from bestiary.config.extras import MissingExtra, require
 from bestiary.cores import Lstm
-from bestiary.display import Lines
 from bestiary.envs import Atari, Catch, TMaze
-from bestiary.evaluation import Slips, human_normalised, play, reference_scores
-from bestiary.experiment import Evaluation, Experiment, family
-from bestiary.extras import MissingExtra, require
 from bestiary.nets import Net
 from bestiary.presets import preset
 from bestiary.runtime import Local
 from bestiary.seeding import EVAL, TRAIN
+from bestiary.training.display import Lines
+from bestiary.training.evaluation import EpsilonGreedyAgent, human_normalised, play, reference_scores
 from bestiary.types import TimeStep
 
 
@@ -52,28 +52,28 @@ def run(tmp_path_factory):
 
 
 def test_every_slot_plays_its_share_so_short_games_are_not_favoured():
-    world = Catch().make(4, 0, EVAL, 1)
-    games = play(Still(), world, 10, "greedy", torch.Generator())
+    env_batch = Catch().make(4, 0, EVAL, 1)
+    games = play(Still(), env_batch, 10, "greedy", torch.Generator())
     assert [sum(e.slot == s for e in games) for s in range(4)] == [3, 3, 2, 2]
     assert all(e.steps == 9 for e in games)
 
 
 def test_memory_is_carried_within_a_game_and_dropped_between_games():
-    agent, world = Still(), Catch().make(2, 0, EVAL, 1)
-    play(agent, world, 4, "greedy", torch.Generator())
+    agent, env_batch = Still(), Catch().make(2, 0, EVAL, 1)
+    play(agent, env_batch, 4, "greedy", torch.Generator())
     assert agent.ages.max() <= 10
 
 
 def test_positive_only_replays_until_the_final_score_is_positive():
-    world = Catch().make(4, 0, EVAL, 1)
-    games = play(Still(), world, 8, "greedy", torch.Generator(), accept=lambda e: e.score > 0)
+    env_batch = Catch().make(4, 0, EVAL, 1)
+    games = play(Still(), env_batch, 8, "greedy", torch.Generator(), accept=lambda e: e.score > 0)
     assert [e.score for e in games] == [1.0] * 8
 
 
 def test_positive_only_gives_up_in_a_sentence():
-    world = Catch().make(2, 0, EVAL, 1)
+    env_batch = Catch().make(2, 0, EVAL, 1)
     with pytest.raises(ValueError, match="had a positive score"):
-        play(Still(), world, 2, "greedy", torch.Generator(), accept=lambda e: False)
+        play(Still(), env_batch, 2, "greedy", torch.Generator(), accept=lambda e: False)
 
 
 def test_a_stopped_evaluation_returns_what_it_has():
@@ -82,7 +82,7 @@ def test_a_stopped_evaluation_returns_what_it_has():
 
 @pytest.mark.parametrize("epsilon", [0.25, 1.0])
 def test_with_epsilon_some_actions_are_at_random_and_all_are_as_likely(epsilon):
-    agent, n = Slips(Still(), epsilon, 4), 40_000
+    agent, n = EpsilonGreedyAgent(Still(), epsilon, 4), 40_000
     nothing = torch.zeros(n)
     step = TimeStep(nothing, nothing.long(), nothing, nothing.bool(), nothing.bool())
     action, _, state = agent.act(step, agent.initial_state(n), None, torch.Generator().manual_seed(0))
@@ -99,8 +99,8 @@ def test_epsilon_reaches_every_kind_of_agent_and_draws_only_from_its_own_stream(
     agent = family("algo")[name]().agent(spec, Net(), Lstm(hidden=4))
 
     def scores(epsilon):
-        world, rng = Catch().make(4, 0, EVAL, 1), torch.Generator().manual_seed(0)
-        return [e.score for e in play(agent, world, 40, "greedy", rng, epsilon=epsilon)]
+        env_batch, rng = Catch().make(4, 0, EVAL, 1), torch.Generator().manual_seed(0)
+        return [e.score for e in play(agent, env_batch, 40, "greedy", rng, epsilon=epsilon)]
 
     before = torch.get_rng_state()
     assert scores(0.5) == scores(0.5) != scores(0.0)
@@ -124,7 +124,8 @@ def test_epsilon_is_part_of_the_protocol(run, capsys):
 def test_epsilon_holds_for_evaluations_during_training(monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr(
-        "bestiary.evaluation.play", lambda *args, **options: asked.append(options["epsilon"]) or play(*args, **options)
+        "bestiary.training.evaluation.play",
+        lambda *args, **options: asked.append(options["epsilon"]) or play(*args, **options),
     )
     base = preset("catch")
     plan = Evaluation(every=400, episodes=2, epsilon=0.25)

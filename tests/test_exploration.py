@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bestiary.exploration import Fixed, Novelty
+from bestiary.algos.exploration import Fixed, Novelty
 from bestiary.ops.policy import epsilon_greedy
 from bestiary.types import TimeStep
 

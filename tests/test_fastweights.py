@@ -13,7 +13,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from bestiary.ops import rows
+from bestiary.ops import simd
 from bestiary.ops.fastweights import chunked, cpu, kernels, loops
 from bestiary.ops.fastweights.loops import PREVIOUS_EPS, Recurrence
 
@@ -330,13 +330,13 @@ def test_a_reset_empties_a_memory_that_diverged(form: ModuleType, rule: str, bad
 @njit(cache=True)
 def exp_rows(x, y, lanes):
     for i in range(len(x)):
-        rows.store(y, (i, 0), lanes, rows.exp(rows.load(x, (i, 0), lanes)))
+        simd.store(y, (i, 0), lanes, simd.exp(simd.load(x, (i, 0), lanes)))
 
 
 @njit(cache=True)
 def softmax_rows(x, y, lanes):
     for i in range(len(x)):
-        rows.store(y, (i, 0), lanes, kernels._softmax(rows.load(x, (i, 0), lanes), 0.0))
+        simd.store(y, (i, 0), lanes, kernels._softmax(simd.load(x, (i, 0), lanes), 0.0))
 
 
 def by_rows(function: Any, x: np.ndarray) -> np.ndarray:

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from bestiary.actor import Actor
+from bestiary.acting.actor import Actor
 from bestiary.algos import Apex, Dqn, Impala, R2d2, SacDiscrete
-from bestiary.contract import examine
+from bestiary.analysis.core_contract import examine
+from bestiary.config.experiment import family
 from bestiary.cores import DeltaNet, DeltaRnn, Ff, Gpt, Gru, LinearTransformer, Lstm, RecurrentDeltaNet
 from bestiary.cores.base import Core
-from bestiary.cores.gated import GatedCore
+from bestiary.cores.rnn import GatedCore
 from bestiary.envs import Catch, Recall, TMaze, VisualMatch
-from bestiary.experiment import family
 from bestiary.nets import Mlp, Net
 from bestiary.types import Episode, State, Trajectory
 
@@ -40,21 +40,21 @@ ENVS = {"tmaze": TMaze(4, active=True), "visual-match": VisualMatch(3), "recall"
 
 
 def actor(env: Any, algo: Any, core: Any, net: Net = Net()) -> Actor:  # noqa: B008
-    world = env.make(B, 3, 0, 1)
+    env_batch = env.make(B, 3, 0, 1)
     torch.manual_seed(0)
-    agent = algo.agent(world.spec, net, core)
+    agent = algo.agent(env_batch.spec, net, core)
     with torch.no_grad():
         for p in agent.parameters():
             p.mul_(3)  # larger preferences than at the start, so that values and not only lots decide
         if isinstance(algo, Dqn):
             agent.epsilon.fill_(0.2)
-    return Actor(world, agent, algo.explorer(B), T, 5, CPU)
+    return Actor(env_batch, agent, algo.explorer(B), T, 5, CPU)
 
 
 def both(*parts: Any, **more: Any) -> tuple[Actor, Actor]:
     fast, slow = actor(*parts, **more), actor(*parts, **more)
-    assert fast.fused is not None
-    slow.fused = None
+    assert fast.compiled_actor is not None
+    slow.compiled_actor = None
     return fast, slow
 
 
@@ -134,12 +134,14 @@ class LouderLstm(Lstm):
 
 
 def test_a_subclass_does_not_act_by_its_parents_instructions():
-    assert actor(ENVS["tmaze"], ALGOS["dqn"], LouderLstm()).fused is None
+    assert actor(ENVS["tmaze"], ALGOS["dqn"], LouderLstm()).compiled_actor is None
     broken = [finding.promise for finding in examine(LouderLstm()) if finding.broken]
     assert broken == ["instructions for compiled acting, where there are any, say what the network does"]
 
 
 def test_what_cannot_be_compiled_stays_with_the_ordinary_loop():
-    assert actor(ENVS["tmaze"], ALGOS["dqn"], Gpt(width=16, heads=2, layers=1)).fused is None
-    assert actor(ENVS["recall"], ALGOS["dqn"], Lstm(hidden=512)).fused is None  # large products are faster all at once
-    assert actor(ENVS["catch"], ALGOS["dqn"], Ff(), Net(frame_stack=2)).fused is None
+    assert actor(ENVS["tmaze"], ALGOS["dqn"], Gpt(width=16, heads=2, layers=1)).compiled_actor is None
+    assert (
+        actor(ENVS["recall"], ALGOS["dqn"], Lstm(hidden=512)).compiled_actor is None
+    )  # large products are faster all at once
+    assert actor(ENVS["catch"], ALGOS["dqn"], Ff(), Net(frame_stack=2)).compiled_actor is None

@@ -13,8 +13,8 @@ import pytest
 
 from bestiary.algos import R2d2
 from bestiary.algos.off_policy import OffPolicy
+from bestiary.config.experiment import Experiment, family
 from bestiary.envs import Recall
-from bestiary.experiment import Experiment, family
 from bestiary.presets import preset
 from bestiary.runtime import Local
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bestiary.cli import main
+from bestiary.cli.main import main
 from bestiary.errors import UserError
 from bestiary.launch import K8s, Slurm, manifest, script
 
@@ -452,7 +452,7 @@ def test_help_lists_the_command_its_kinds_and_their_flags(capsys):
 
 def test_nothing_heavy_is_imported_to_write_a_file():
     code = (
-        f"import sys; from bestiary.cli import main; main(['launch', 'slurm', '--', *{TRAIN!r}]); "
+        f"import sys; from bestiary.cli.main import main; main(['launch', 'slurm', '--', *{TRAIN!r}]); "
         "print([m for m in ('torch', 'ray', 'gymnasium') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -6,11 +6,11 @@ import pytest
 
 import bestiary
 from bestiary.algos import Apex, R2d2, SacDiscrete
+from bestiary.config.experiment import Evaluation, Experiment, family
 from bestiary.cores import DeltaNet, DeltaRnn, Ff, Gpt, Gru, LinearTransformer, Lstm, RecurrentDeltaNet
 from bestiary.envs import Recall
-from bestiary.experiment import Evaluation, Experiment, family
 from bestiary.nets import Mlp
-from bestiary.optim import Adam
+from bestiary.nets.optim import Adam
 from bestiary.presets import preset
 from bestiary.presets.memory_rl import quick_tmaze
 from bestiary.runtime import Local

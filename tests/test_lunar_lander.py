@@ -16,11 +16,11 @@ from stories import different_fields, random_actions, tell, tell_on
 from torch import Tensor
 
 from bestiary import tree
+from bestiary.config.experiment import Evaluation, Experiment
+from bestiary.config.extras import available
 from bestiary.envs import LunarLander
-from bestiary.envs.gym import GymWorld, Shards
-from bestiary.envs.world import World
-from bestiary.experiment import Evaluation, Experiment
-from bestiary.extras import available
+from bestiary.envs.env_batch import EnvBatch
+from bestiary.envs.gym import GymEnvBatch, Shards
 from bestiary.presets import preset
 from bestiary.runtime import Local
 from bestiary.seeding import EVAL, TRAIN
@@ -35,11 +35,11 @@ both = pytest.mark.parametrize(
 )
 
 
-def play(world: World, action: Tensor) -> tuple[TimeStep, list[list[Episode]]]:
+def play(env_batch: EnvBatch, action: Tensor) -> tuple[TimeStep, list[list[Episode]]]:
     """The rows [T+1, B], and what was reported with each; unlike a story it is not saved on the way."""
-    rows, reports = [world.reset()], [[]]
+    rows, reports = [env_batch.reset()], [[]]
     for chosen in action:
-        row, ended = world.step(chosen)
+        row, ended = env_batch.step(chosen)
         rows.append(row)
         reports.append(ended)
     return tree.stack(rows), reports
@@ -48,8 +48,8 @@ def play(world: World, action: Tensor) -> tuple[TimeStep, list[list[Episode]]]:
 def rows_of(
     cfg: LunarLander, action: Tensor, seed: int = SEED, stream: int = TRAIN, threads: int = 1
 ) -> tuple[TimeStep, list[list[Episode]]]:
-    with closing(cfg.make(action.shape[1], seed, stream, threads)) as world:
-        return play(world, action)
+    with closing(cfg.make(action.shape[1], seed, stream, threads)) as env_batch:
+        return play(env_batch, action)
 
 
 def through_a_file(snapshot: Snapshot) -> Snapshot:
@@ -129,9 +129,9 @@ def test_sparse_pays_the_dense_sum_with_the_last_row(backend: str, limit: int | 
 @both
 def test_a_limit_cuts_an_episode_short_and_is_no_end(backend: str):
     cfg, action = LunarLander(backend=backend, limit=30), random_actions(4, 100, 3)
-    with closing(cfg.make(3, SEED, TRAIN, 1)) as world:
-        assert world.spec.horizon == 30
-        rows, told = play(world, action)
+    with closing(cfg.make(3, SEED, TRAIN, 1)) as env_batch:
+        assert env_batch.spec.horizon == 30
+        rows, told = play(env_batch, action)
     assert rows.is_first.nonzero()[:, 0].unique().tolist() == [0, 31, 62, 93]
     assert rows.is_first.sum() == 4 * 3
     assert not rows.is_terminal.any()
@@ -161,15 +161,15 @@ def test_a_crash_is_an_end_even_on_the_last_move_allowed(backend: str):
 @both
 def test_without_a_limit_a_game_lasts_a_thousand_moves(backend: str):
     """Whoever hovers is not brought down before."""
-    with closing(LunarLander(backend=backend).make(1, SEED, TRAIN, 1)) as world:
-        assert (world.spec.obs_shape, world.spec.num_actions, world.spec.horizon) == ((8,), 4, 1000)
-        row, told, moves = world.reset(), [], 0
+    with closing(LunarLander(backend=backend).make(1, SEED, TRAIN, 1)) as env_batch:
+        assert (env_batch.spec.obs_shape, env_batch.spec.num_actions, env_batch.spec.horizon) == ((8,), 4, 1000)
+        row, told, moves = env_batch.reset(), [], 0
         while not told:
             x, y, vx, vy, angle, spin = row.obs[0, :6].tolist()
             lean = float(np.clip(0.5 * x + vx, -0.4, 0.4))  # towards the middle
             turn, lift = 0.5 * (lean - angle) - spin, 0.5 * (0.7 - y - vy)
             engine = 2 if lift > max(abs(turn), 0.05) else 3 if turn < -0.05 else 1 if turn > 0.05 else 0
-            row, told = world.step(torch.tensor([engine]))
+            row, told = env_batch.step(torch.tensor([engine]))
             moves += 1
     assert moves == 1001
     assert (told[0].steps, told[0].truncated) == (1000, True)
@@ -206,9 +206,9 @@ def test_the_same_seed_tells_the_same_story_bit_for_bit(backend: str):
     cfg, action = LunarLander(backend=backend), random_actions(4, 200, 3)
     rows, told = rows_of(cfg, action)
     assert rows.is_first.sum() > 3
-    with closing(cfg.make(3, SEED, TRAIN, 2)) as world:
+    with closing(cfg.make(3, SEED, TRAIN, 2)) as env_batch:
         for _ in range(2):  # a reset begins the same story again
-            again, told_again = play(world, action)
+            again, told_again = play(env_batch, action)
             assert different_fields(rows, again) == []
             assert told_again == told
     alone, _ = rows_of(cfg, action[:, :1])
@@ -226,13 +226,13 @@ def test_the_same_seed_tells_the_same_story_bit_for_bit(backend: str):
 )
 def test_a_saved_world_goes_on_in_the_middle_of_an_episode(cfg: LunarLander):
     action = random_actions(4, 250, 3)
-    with closing(cfg.make(3, SEED, TRAIN, 2)) as world:
-        story = tell(world, action)
+    with closing(cfg.make(3, SEED, TRAIN, 2)) as env_batch:
+        story = tell(env_batch, action)
     ended = story.ends()[0]
     for at in (40, ended, ended + 1, 120):
-        with closing(cfg.make(3, SEED, TRAIN, 2)) as world:
-            world.load_state_dict(through_a_file(story.saved[at]))
-            ahead = tell_on(world, action[at:])
+        with closing(cfg.make(3, SEED, TRAIN, 2)) as env_batch:
+            env_batch.load_state_dict(through_a_file(story.saved[at]))
+            ahead = tell_on(env_batch, action[at:])
         assert different_fields(ahead.rows, tree.narrow(story.rows, 0, at + 1, 250 - at)) == [], at
         assert ahead.episodes == story.episodes[at + 1 :], at
         assert sum(map(len, ahead.episodes)) > 3
@@ -259,18 +259,18 @@ def test_a_resumed_run_goes_on_where_episodes_can_be_saved_and_begins_new_ones_e
             assert different_fields(trajectory.step, run.actor.unroll()[0].step) == []
         else:
             assert trajectory.step.is_first[0].all()
-            with closing(planned.env.make(3, planned.seed, TRAIN, 1)) as world:
-                starts = torch.cat([world.reset().obs, trajectory.step.obs[0]])
+            with closing(planned.env.make(3, planned.seed, TRAIN, 1)) as env_batch:
+                starts = torch.cat([env_batch.reset().obs, trajectory.step.obs[0]])
             assert len(starts.unique(dim=0)) == 6  # on seeds that were not used before
 
 
 @envpool
 def test_envpool_says_that_it_cannot_be_saved():
-    with closing(LunarLander(backend="envpool").make(1, 0, TRAIN, 1)) as world:
-        world.reset()
-        assert not world.resumable
+    with closing(LunarLander(backend="envpool").make(1, 0, TRAIN, 1)) as env_batch:
+        env_batch.reset()
+        assert not env_batch.resumable
         with pytest.raises(NotImplementedError):
-            world.state_dict()
+            env_batch.state_dict()
 
 
 # -- envpool's rows ---------------------------------------------------------------------------------------------
@@ -280,12 +280,12 @@ def test_envpool_says_that_it_cannot_be_saved():
 def test_envpool_begins_an_episode_with_the_row_after_an_end():
     """Against the pool's own count of moves."""
     action = random_actions(4, 300, 3)
-    with closing(LunarLander(backend="envpool", limit=90).make(3, SEED, TRAIN, 1)) as world:
-        world.reset()
-        pool, told = world.pool, []  # type: ignore[attr-defined]
+    with closing(LunarLander(backend="envpool", limit=90).make(3, SEED, TRAIN, 1)) as env_batch:
+        env_batch.reset()
+        pool, told = env_batch.pool, []  # type: ignore[attr-defined]
         step = pool.step
         pool.step = lambda chosen: told.append(step(chosen)) or told[-1]
-        rows = tree.stack([world.step(chosen)[0] for chosen in action])
+        rows = tree.stack([env_batch.step(chosen)[0] for chosen in action])
     obs, reward, terminated, truncated, info = zip(*told, strict=True)
     moves = torch.from_numpy(np.stack([i["elapsed_step"] for i in info]))
     ended = torch.from_numpy(np.stack(terminated) | np.stack(truncated))
@@ -303,11 +303,11 @@ def test_envpool_begins_an_episode_with_the_row_after_an_end():
 
 @envpool
 def test_envpool_rows_told_earlier_do_not_change():
-    with closing(LunarLander(backend="envpool").make(2, SEED, TRAIN, 1)) as world:
-        told = [world.reset()]
+    with closing(LunarLander(backend="envpool").make(2, SEED, TRAIN, 1)) as env_batch:
+        told = [env_batch.reset()]
         copies = [told[0].obs.clone()]
         for chosen in random_actions(4, 20, 2):
-            told.append(world.step(chosen)[0])
+            told.append(env_batch.step(chosen)[0])
             copies.append(told[-1].obs.clone())
     assert all(row.obs.equal(copy) for row, copy in zip(told, copies, strict=True))
 
@@ -315,10 +315,10 @@ def test_envpool_rows_told_earlier_do_not_change():
 # -- processes --------------------------------------------------------------------------------------------------
 
 
-def workers(world: World) -> list[multiprocessing.Process]:
-    assert isinstance(world, GymWorld)
-    assert isinstance(world.env, Shards)
-    return [process for process, _ in world.env.workers]
+def workers(env_batch: EnvBatch) -> list[multiprocessing.Process]:
+    assert isinstance(env_batch, GymEnvBatch)
+    assert isinstance(env_batch.env, Shards)
+    return [process for process, _ in env_batch.env.workers]
 
 
 @box2d
@@ -326,10 +326,10 @@ def workers(world: World) -> list[multiprocessing.Process]:
 def test_processes_share_the_environments_and_tell_the_same_story(threads: int, shares: int):
     action = random_actions(4, 120, 5)
     here, told = rows_of(LunarLander(), action)
-    with closing(LunarLander(processes=True).make(5, SEED, TRAIN, threads)) as world:
-        shared = workers(world)
+    with closing(LunarLander(processes=True).make(5, SEED, TRAIN, threads)) as env_batch:
+        shared = workers(env_batch)
         assert len(shared) == shares
-        there, told_there = play(world, action)
+        there, told_there = play(env_batch, action)
     assert different_fields(here, there) == []
     assert told == told_there
     assert not any(process.is_alive() for process in shared)
@@ -338,25 +338,25 @@ def test_processes_share_the_environments_and_tell_the_same_story(threads: int, 
 @box2d
 @pytest.mark.timeout(60)
 def test_a_process_that_dies_is_told_at_once_and_every_time():
-    with closing(LunarLander(processes=True).make(4, SEED, TRAIN, 2)) as world:
-        world.reset()
-        victim, other = workers(world)
+    with closing(LunarLander(processes=True).make(4, SEED, TRAIN, 2)) as env_batch:
+        env_batch.reset()
+        victim, other = workers(env_batch)
         os.kill(victim.pid, signal.SIGKILL)  # type: ignore[arg-type]
         for _ in range(3):
             with pytest.raises(RuntimeError, match=r"process with environments has died \(exit code -9\)"):
-                world.step(torch.zeros(4, dtype=torch.int64))
+                env_batch.step(torch.zeros(4, dtype=torch.int64))
         assert other.is_alive()
     assert not other.is_alive()
-    world.close()  # a second time
+    env_batch.close()  # a second time
 
 
 @box2d
 def test_ctrl_c_does_not_reach_the_environments():
     """It is sent to all processes of a terminal, and the run still has to come to a safe point."""
-    with closing(LunarLander(processes=True).make(2, SEED, TRAIN, 1)) as world:
-        world.reset()
-        (process,) = workers(world)
+    with closing(LunarLander(processes=True).make(2, SEED, TRAIN, 1)) as env_batch:
+        env_batch.reset()
+        (process,) = workers(env_batch)
         os.kill(process.pid, signal.SIGINT)  # type: ignore[arg-type]
-        row, _ = world.step(torch.zeros(2, dtype=torch.int64))
+        row, _ = env_batch.step(torch.zeros(2, dtype=torch.int64))
         assert process.is_alive()
         assert not row.is_first.any()

@@ -15,19 +15,19 @@ from torch import Tensor, nn
 import bestiary
 from bestiary.algos import Dqn, SacDiscrete
 from bestiary.algos.dqn import DqnLearner
+from bestiary.algos.exploration import Novelty
 from bestiary.algos.off_policy import OffPolicy
 from bestiary.algos.q_learning import QAgent
 from bestiary.algos.sac_discrete import SacAgent, SacLearner
 from bestiary.cores import Gpt, Lstm
-from bestiary.display import Silent
 from bestiary.envs import Recall
 from bestiary.errors import UserError
-from bestiary.exploration import Novelty
 from bestiary.nets import Mlp, Net, SmallCnn, Torso
-from bestiary.optim import Adam, RmsProp
-from bestiary.run import Run
+from bestiary.nets.optim import Adam, RmsProp
 from bestiary.runtime import Local, Overlap
-from bestiary.training import Session
+from bestiary.training.display import NullDisplay
+from bestiary.training.run import Run
+from bestiary.training.session import Session
 from bestiary.types import Batch, Spec, State, TimeStep, Trajectory
 
 HORIZON = 8
@@ -736,14 +736,14 @@ def test_weights_bring_the_actor_how_much_to_explore():
 
 
 def test_counts_of_what_was_seen_survive_a_change_of_environments(tmp_path):
-    session = Session(short(ALGOS["dqn"]), tmp_path / "run", Silent())
+    session = Session(short(ALGOS["dqn"]), tmp_path / "run", NullDisplay())
     for progress in session:
         if progress.frames > 600:
             break
     before = session.runtime.explorer
     assert isinstance(before, Novelty)
     wider = short(ALGOS["dqn"], runtime=Local(envs=6, threads=1))
-    resumed = Session(wider, tmp_path / "run", Silent()).runtime
+    resumed = Session(wider, tmp_path / "run", NullDisplay()).runtime
     resumed.close()
     assert isinstance(resumed.explorer, Novelty)
     assert resumed.explorer is resumed.actor.explorer
@@ -754,21 +754,21 @@ def test_counts_of_what_was_seen_survive_a_change_of_environments(tmp_path):
 @pytest.mark.parametrize("algo", ["dqn", "dqn-windows"])
 def test_acting_and_learning_overlap_at_the_ratio_and_go_on_with_what_was_played(algo, tmp_path):
     experiment = short(ALGOS[algo], runtime=Overlap(envs=4, threads=1), frames=1_400)
-    session = Session(experiment, tmp_path / "run", Silent())
+    session = Session(experiment, tmp_path / "run", NullDisplay())
     runtime: Any = session.runtime
     updates = 0
     for progress in session:
         updates = progress.updates
         with runtime.changed:
-            ahead = 0.1 * runtime.replay.meter.moves - updates
+            ahead = 0.1 * runtime.replay.rate_limiter.moves - updates
         if progress.frames > 400:
             assert 0 <= ahead <= 0.1 * 4 * 28
     assert updates > 80
     saved = Run(tmp_path / "run").load_replay()
-    longer = Session(replace(experiment, frames=2_000), tmp_path / "run", Silent())
+    longer = Session(replace(experiment, frames=2_000), tmp_path / "run", NullDisplay())
     replay: Any = longer.runtime.replay
     explorer = longer.runtime.explorer
-    for part, name in ((replay.ring, "newest"), (replay.meter, "moves"), (replay.meter, "batches")):
+    for part, name in ((replay.ring, "newest"), (replay.rate_limiter, "moves"), (replay.rate_limiter, "batches")):
         assert getattr(part, name) == saved[name]
     assert replay.ring.newest >= 350
     if isinstance(explorer, Novelty):

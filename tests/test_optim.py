@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from bestiary.optim import Adam, RmsProp, RmsPropTf
+from bestiary.nets.optim import Adam, RmsProp, RmsPropTf
 
 STEPS = 25
 GRADIENTS = np.random.default_rng(7).normal(0, [[1e-3], [0.1], [1.0], [30.0]], (STEPS, 4, 5))

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bestiary.analysis.curves import aggregate, binned, curves, distinctions, smoothed
+from bestiary.analysis.plot import draw, plot, style
+from bestiary.config.experiment import Experiment, Logs
 from bestiary.cores import Ff, Lstm
-from bestiary.curves import aggregate, binned, curves, distinctions, smoothed
 from bestiary.envs import Catch, Recall
 from bestiary.errors import UserError
-from bestiary.experiment import Experiment, Logs
-from bestiary.plot import draw, plot, style
-from bestiary.run import EXPERIMENT
+from bestiary.training.run import EXPERIMENT
 
 RECALL = Experiment(env=Recall(), core=Lstm())
 
@@ -256,7 +256,7 @@ def test_picture_and_drawing_are_there_and_always_the_same(seeds, tmp_path):
 
 def drawn_references(monkeypatch, runs: list[Path], out: Path, **options) -> dict[str, float]:
     seen = []
-    monkeypatch.setattr("bestiary.plot.draw", lambda *args: (seen.append(args[2]), draw(*args)))
+    monkeypatch.setattr("bestiary.analysis.plot.draw", lambda *args: (seen.append(args[2]), draw(*args)))
     plot(runs, out=out, **options)
     return seen[0]
 
@@ -375,9 +375,7 @@ def test_a_mistaken_command_leaves_nothing_behind(args, words, seeds, tmp_path):
 
 
 def test_help_imports_neither_torch_nor_matplotlib():
-    code = (
-        "import sys; from bestiary.cli import main; main(['--help']); print({'torch', 'matplotlib'} & {*sys.modules})"
-    )
+    code = "import sys; from bestiary.cli.main import main; main(['--help']); print({'torch', 'matplotlib'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("set()\n")
     assert "plot RUN" in done.stdout

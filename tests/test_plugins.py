@@ -6,11 +6,11 @@ import pytest
 import torch
 from test_cli import SMALL, bestiary, refused
 
-from bestiary.cli import main
-from bestiary.contract import examine
+from bestiary.analysis.core_contract import examine
+from bestiary.cli.main import main
+from bestiary.config.experiment import family
 from bestiary.cores import DeltaNet, Ff, Gpt, Lstm
 from bestiary.cores.base import Core
-from bestiary.experiment import family
 from bestiary.nets import Net, Torso
 from bestiary.types import Spec, TimeStep
 

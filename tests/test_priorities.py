@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from bestiary.exploration import ladder
+from bestiary.algos.exploration import ladder
 from bestiary.ops.priorities import importance, sequence_priority
 
 R2D2 = np.load(Path(__file__).parent / "data" / "r2d2.npz")

@@ -17,12 +17,12 @@ from stories import Story, different_fields, random_actions, tell
 
 import bestiary
 from bestiary.algos import Impala
-from bestiary.cli import main
+from bestiary.cli.main import main
+from bestiary.config.experiment import Evaluation, Experiment, Logs
+from bestiary.config.extras import available
 from bestiary.envs import Gym
-from bestiary.envs.world import Raw, World
-from bestiary.experiment import Evaluation, Experiment, Logs
-from bestiary.extras import available
-from bestiary.proxy import Components, Named, Proxy, Weights, parse_reward, spell, worth
+from bestiary.envs.env_batch import EnvBatch, Raw
+from bestiary.envs.reward_components import Components, Named, Proxy, Weights, parse_reward, spell, worth
 from bestiary.runtime import Local
 from bestiary.seeding import TRAIN
 from bestiary.types import Spec
@@ -239,14 +239,14 @@ def test_a_mistaken_run_is_refused_before_anything_is_written(tmp_path: Path, ca
 # -- books ------------------------------------------------------------------------------------------------------
 
 
-def make(num_envs: int = 2, id: str = "toys/Walk-v0", processes: bool = False, **kwargs: Any) -> World:
+def make(num_envs: int = 2, id: str = "toys/Walk-v0", processes: bool = False, **kwargs: Any) -> EnvBatch:
     return Gym(id, kwargs, processes).make(num_envs, 3, TRAIN, 2)
 
 
 def story(processes: bool = False, reward: str = "score") -> Story:
-    with closing(make(processes=processes, reward=reward)) as world:
-        assert world.components == NAMES
-        return tell(world, random_actions(3, 200, 2))
+    with closing(make(processes=processes, reward=reward)) as env_batch:
+        assert env_batch.components == NAMES
+        return tell(env_batch, random_actions(3, 200, 2))
 
 
 def test_a_world_keeps_books_of_games_and_lives():
@@ -286,9 +286,9 @@ def test_processes_tell_and_save_the_same():
 
 
 def test_an_ordinary_environment_has_no_components():
-    with closing(make(id="CartPole-v1")) as world:
-        told = tell(world, random_actions(2, 60, 2))
-        assert (world.components, world.tally()) == ((), {})
+    with closing(make(id="CartPole-v1")) as env_batch:
+        told = tell(env_batch, random_actions(2, 60, 2))
+        assert (env_batch.components, env_batch.tally()) == ((), {})
     episodes = [e for ended in told.episodes for e in ended]
     assert episodes
     assert all((e.components, e.life_components) == ({}, ()) for e in episodes)
@@ -428,9 +428,9 @@ def test_the_python_of_the_page_runs(capsys: pytest.CaptureFixture[str]):
 
 
 def test_what_is_not_a_number_is_forgotten_once_it_was_told():
-    world = World(Spec("Any", (1,), torch.float32, 2), 1, ("odd",))
+    env_batch = EnvBatch(Spec("Any", (1,), torch.float32, 2), 1, ("odd",))
     no, first = np.zeros(1, bool), np.ones(1, bool)
-    world.settle(Raw(np.zeros((1, 1)), np.zeros(1), no, no, first, components=np.zeros((1, 1))))
+    env_batch.record(Raw(np.zeros((1, 1)), np.zeros(1), no, no, first, components=np.zeros((1, 1))))
     for value, told in ((2.0, 2.0), (np.nan, np.nan), (3.0, 3.0)):
-        world.settle(Raw(np.zeros((1, 1)), np.zeros(1), no, no, no, components=np.array([[value]])))
-        np.testing.assert_equal(world.tally(), {"per_step_odd": told})
+        env_batch.record(Raw(np.zeros((1, 1)), np.zeros(1), no, no, no, components=np.array([[value]])))
+        np.testing.assert_equal(env_batch.tally(), {"per_step_odd": told})

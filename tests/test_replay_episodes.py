@@ -306,7 +306,7 @@ def test_an_episode_of_one_row_is_none():
     script, cfg = Script.of([2, 0, 0, 3]), settings(streams=1, per="episode", warmup=3)
     replay = fill(build(cfg), script, (1,))
     assert replay.held.moves.tolist() == [2, 3]
-    assert replay.arrived == replay.meter.moves == 2
+    assert replay.arrived == replay.rate_limiter.moves == 2
     assert replay.sample() is None  # rows alone do not end the warm-up
 
 
@@ -579,7 +579,7 @@ def test_updates_keep_their_ratio_to_moves_or_episodes(ratio, per):
         naive.add(script, int(t.version[0]), 5)
         given_out += drain(replay)
         played = naive.moves if per == "move" else naive.arrived
-        assert replay.meter.moves == played
+        assert replay.rate_limiter.moves == played
         if naive.arrived < 4:
             assert given_out == 0
         else:
@@ -596,7 +596,7 @@ def test_another_ratio_does_not_make_up_for_the_past(other):
     drain(replay)
     resumed = build(replace(cfg, ratio=other))
     resumed.load_state_dict(through_a_file(replay.state_dict()))
-    assert abs(resumed.meter.due) < 2  # less than one was due, at a ratio of at most half of this
+    assert abs(resumed.rate_limiter.due) < 2  # less than one was due, at a ratio of at most half of this
 
 
 def test_warm_up_counts_episodes_whether_they_stay_or_not():
@@ -737,7 +737,7 @@ def test_surveys_come_every_so_many_updates_and_are_none_themselves():
     while (batch := replay.sample()) is not None:
         kinds += "s" if judge(replay, batch) is not None else "u"
     assert kinds.startswith("suuuusuuuus")
-    assert kinds.count("u") == replay.meter.batches == int(0.05 * replay.meter.moves)
+    assert kinds.count("u") == replay.rate_limiter.batches == int(0.05 * replay.rate_limiter.moves)
 
 
 def test_what_was_said_comes_with_the_moves_it_was_said_of(monkeypatch):
@@ -1011,7 +1011,10 @@ def test_with_another_number_of_streams_episodes_stay_and_those_under_way_are_lo
     wider = build(replace(cfg, streams=5))
     wider.load_state_dict(through_a_file(replay.state_dict()))
     assert wider.held.number.tolist() == replay.held.number.tolist()
-    assert (wider.meter.moves, wider.meter.batches) == (replay.meter.moves, replay.meter.batches)
+    assert (wider.rate_limiter.moves, wider.rate_limiter.batches) == (
+        replay.rate_limiter.moves,
+        replay.rate_limiter.batches,
+    )
     assert wider.open == [[]] * 5
     assert as_bits(wider.sample()) == as_bits(replay.sample())
     other = Script(301, streams=5, seed=3)
@@ -1071,7 +1074,7 @@ def test_returns_are_not_fitted_to_pictures():
 
 
 def test_more_than_fits_into_memory_is_refused_beforehand(monkeypatch):
-    monkeypatch.setattr("bestiary.machine.free_memory", lambda: 2**30)
+    monkeypatch.setattr("bestiary.config.machine.free_memory", lambda: 2**30)
     needed = 200 * 1_000 * row_bytes(PICTURES)
     told = rf"^algo\.capacity=200 needs {needed / 2**30:.1f} GiB of memory, of which 1\.0 are free: lower it to \d+ or"
     with pytest.raises(UserError, match=told):
@@ -1081,10 +1084,10 @@ def test_more_than_fits_into_memory_is_refused_beforehand(monkeypatch):
     settings(capacity=100).build(0, PICTURES, MEMORY)
     settings(capacity=200, moves=50_000).build(0, PICTURES, MEMORY)  # they may be long, but not all of them
     settings(capacity=200).build(0, PICTURES._replace(horizon=None), MEMORY)  # who knows
-    monkeypatch.setattr("bestiary.machine.free_memory", lambda: None)
+    monkeypatch.setattr("bestiary.config.machine.free_memory", lambda: None)
     settings(capacity=200).build(0, PICTURES, MEMORY)
 
 
 def test_a_limit_on_moves_that_is_never_reached_needs_no_room(monkeypatch):
-    monkeypatch.setattr("bestiary.machine.free_memory", lambda: 2**30)
+    monkeypatch.setattr("bestiary.config.machine.free_memory", lambda: 2**30)
     settings(capacity=10, moves=10_000_000).build(0, PICTURES, MEMORY)

@@ -18,7 +18,7 @@ from bestiary import tree
 from bestiary.algos import Apex
 from bestiary.errors import UserError
 from bestiary.replay.prioritized import Prioritized, PrioritizedReplay
-from bestiary.replay.ring import bytes_needed
+from bestiary.replay.ring_buffer import bytes_needed
 from bestiary.types import Batch, Spec, TimeStep, Trajectory
 
 STREAMS, UNROLL = 3, 5
@@ -185,7 +185,7 @@ def test_what_can_be_drawn_is_whole_and_has_a_move(shape, density):
     replay, useless = cfg.build(0), 0
     for k in range(60):
         replay.add(script.trajectory(k))
-        replay.meter.moves = 10**6  # resets are no moves, and there is nothing else where the density is 1
+        replay.rate_limiter.moves = 10**6  # resets are no moves, and there is nothing else where the density is 1
         expected = known(script, cfg, (k + 1) * UNROLL)
         assert weights_of(replay) == pytest.approx(expected, rel=1e-6)
         useless += sum(not weight for weight in expected.values())
@@ -403,7 +403,7 @@ def test_the_replay_does_what_a_dictionary_does(operations, shape, capacity, alp
                 ever += [key for key, weight in model.items() if weight]
         elif name == "sample":
             batch = replay.sample()
-            assert (batch is None) == (replay.meter.moves < cfg.warmup or not any(model.values()))
+            assert (batch is None) == (replay.rate_limiter.moves < cfg.warmup or not any(model.values()))
             if batch is not None:
                 keys, weight = batch.keys, batch.weight
                 assert keys is not None and weight is not None
@@ -476,7 +476,7 @@ def test_nobody_waits_for_less_than_one_update():
     for k in range(30):  # worth 0.45 updates each
         assert not replay.full
         replay.add(script.trajectory(k))
-        assert replay.full == (replay.meter.due >= 1)
+        assert replay.full == (replay.rate_limiter.due >= 1)
         drawn += drain(replay)
     assert drawn == 13
 
@@ -514,7 +514,7 @@ def test_rows_that_are_worth_least_make_room(shape):
             if k * UNROLL < rows_of(key)[-1] <= (k + 1) * UNROLL and {r // UNROLL for r in rows_of(key)} <= blocks:
                 weight[key] = w
         assert weights_of(replay) == pytest.approx(weight)
-        if replay.meter.due < 1 or not any(weight.values()):
+        if replay.rate_limiter.due < 1 or not any(weight.values()):
             continue
         batch, keys = draw(replay)
         first = torch.tensor([rows_of(key)[0] for key in keys])
@@ -611,7 +611,7 @@ def test_with_another_number_of_streams_the_counters_go_on_and_the_rows_do_not(s
     cfg = settings(**SHAPES[shape], streams=4)
     wider = cfg.build(0)
     wider.load_state_dict(through_a_file(replay.state_dict()))
-    assert (wider.meter.moves, wider.meter.batches, wider.late) == (replay.meter.moves, 7, 1)
+    assert (wider.rate_limiter.moves, wider.rate_limiter.batches, wider.late) == (replay.rate_limiter.moves, 7, 1)
     assert wider.sample() is None
     assert not wider.full
     script = Script(501, streams=4, seed=9)
@@ -621,7 +621,7 @@ def test_with_another_number_of_streams_the_counters_go_on_and_the_rows_do_not(s
     stream, row = batch.trajectory.step.obs[0].long().T
     expected = script.at(row + torch.arange(cfg.rows)[:, None], stream)
     assert torch.equal(batch.trajectory.aux["surprise"], expected[2]["surprise"])
-    assert wider.meter.batches == 8
+    assert wider.rate_limiter.batches == 8
 
 
 # -- what cannot be ---------------------------------------------------------------------------------------------------
@@ -665,7 +665,7 @@ def test_an_unroll_longer_than_the_ring_is_refused_with_the_first_trajectory():
 
 
 def test_more_than_fits_into_memory_is_refused_with_what_would_fit(monkeypatch):
-    monkeypatch.setattr("bestiary.machine.free_memory", lambda: 3 * 2**30)
+    monkeypatch.setattr("bestiary.config.machine.free_memory", lambda: 3 * 2**30)
     apex = Apex(capacity=2_000_000)
     with pytest.raises(
         UserError, match=r"^algo\.capacity=2000000 needs .* GiB of memory, of which 3\.0 are"
@@ -676,7 +676,7 @@ def test_more_than_fits_into_memory_is_refused_with_what_would_fit(monkeypatch):
     assert 13e9 < float(told[1]) * 2**30 < 16e9
     assert 200_000 < int(told[2]) < 500_000
     Apex(capacity=int(told[2])).replay(360).build(0, ATARI, ())
-    monkeypatch.setattr("bestiary.machine.free_memory", lambda: None)  # not known: tried
+    monkeypatch.setattr("bestiary.config.machine.free_memory", lambda: None)  # not known: tried
     apex.replay(360).build(0, ATARI, ())
 
 
@@ -685,7 +685,7 @@ def test_memory_counts_among_what_must_fit(monkeypatch):
     cfg = settings(**SHAPES["with memory"], capacity=100_000)
     rows = bytes_needed(100_000, SPEC, 16, (), UNROLL)
     state = (torch.zeros(1, rows * UNROLL // (4 * 100_000)),)
-    monkeypatch.setattr("bestiary.machine.free_memory", lambda: int(1.5 * rows))
+    monkeypatch.setattr("bestiary.config.machine.free_memory", lambda: int(1.5 * rows))
     cfg.build(0, SPEC, ())
     with pytest.raises(UserError, match=r"algo\.capacity=100000 needs 0\.0 GiB"):
         cfg.build(0, SPEC, state)

@@ -12,7 +12,7 @@ from bestiary import tree
 from bestiary.errors import UserError
 from bestiary.replay import Uniform
 from bestiary.replay.uniform import UniformReplay
-from bestiary.types import Batch, Spec, TimeStep, Trajectory, moves
+from bestiary.types import Batch, Spec, TimeStep, Trajectory, transitions
 
 STREAMS, UNROLL = 3, 5
 GAMMA = 0.75
@@ -213,11 +213,11 @@ def test_padding_leaves_the_moves_of_an_episode_as_they_are_and_adds_none():
             continue
         lengths = {(stream, first): length for stream, first, length in replay.episodes.tolist()}
         t = draw(replay)
-        m = moves(t.step, GAMMA)
+        m = transitions(t.step, GAMMA)
         for b in range(16):
             stream, first = column(t, b)
             length = lengths[stream, first]
-            alone = moves(script.rows(first, length, slice(stream, stream + 1))[0], GAMMA)
+            alone = transitions(script.rows(first, length, slice(stream, stream + 1))[0], GAMMA)
             for joint, single in zip(m, alone, strict=True):
                 assert torch.equal(joint[: length - 1, b], single[:, 0])
             assert m.valid[: length - 1, b].all()
@@ -248,7 +248,7 @@ def test_an_episode_longer_than_the_ring_is_never_drawn():
         replay.add(script.trajectory(k))
         while (batch := replay.sample()) is not None:
             assert {column(batch.trajectory, b)[1] for b in range(16)} == {100}
-            replay.meter.batches = int(replay.cfg.ratio * replay.meter.moves)
+            replay.rate_limiter.batches = int(replay.cfg.ratio * replay.rate_limiter.moves)
         known = script.episodes((k + 1) * UNROLL, oldest=(k + 1) * UNROLL - 20)
         assert {tuple(e) for e in replay.episodes.tolist()} == known
 
@@ -330,7 +330,7 @@ def test_updates_keep_their_ratio_to_moves_over_a_long_run(ratio, window):
         given += drain(replay)
         if not replay.is_empty():
             assert 0 <= Fraction(str(ratio)) * played - given < 1 + 1e-9
-        assert replay.meter.moves == played
+        assert replay.rate_limiter.moves == played
     assert played < trajectories * UNROLL * STREAMS
     assert replay.metrics()["updates_per_step"] == pytest.approx(ratio, abs=1 / played)
 
@@ -374,7 +374,7 @@ def test_nobody_waits_while_there_is_nothing_to_draw_from(window):
     script.is_first[38] = True
     for k in range(7):
         replay.add(script.trajectory(k))
-        assert replay.meter.due > 100
+        assert replay.rate_limiter.due > 100
         assert replay.sample() is None
         assert not replay.full
     replay.add(script.trajectory(7))
@@ -450,14 +450,14 @@ def test_with_another_number_of_streams_the_counters_go_on_and_the_rows_do_not(c
     assert all(given)
     wider = Uniform(**(vars(cfg) | {"streams": 4})).build(0)
     wider.load_state_dict(through_a_file(replay.state_dict())[0])
-    assert (wider.meter.moves, wider.meter.batches) == (replay.meter.moves, 7)
+    assert (wider.rate_limiter.moves, wider.rate_limiter.batches) == (replay.rate_limiter.moves, 7)
     assert wider.sample() is None
     assert not wider.full
     script = Script(501, streams=4, number=9)
     fill(wider, script, 30)
     t = draw(wider)
     assert t.step.obs[..., 0].eq(9).all()
-    assert wider.meter.batches == 8
+    assert wider.rate_limiter.batches == 8
 
 
 # -- what cannot be ------------------------------------------------------------------------------------------------

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from bestiary import reproduce
-from bestiary.cli import main
-from bestiary.experiment import Evaluation, Experiment
+from bestiary.cli.main import main
+from bestiary.config.experiment import Evaluation, Experiment
+from bestiary.launch import reproduce
 from bestiary.presets import memory_rl
 from bestiary.presets.budgets import MEMORY_RL
-from bestiary.run import Run
+from bestiary.training.run import Run
 
 
 def tiny(task: str, length: int, memory: str, seed: int = 0) -> Experiment:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from bestiary.algos.impala import Impala, ImpalaLearner
-from bestiary.ops.rescaling import squeeze, unsqueeze
-from bestiary.ops.returns import VTrace, accumulate, n_step, vtrace, watkins
-from bestiary.types import State, TimeStep, Trajectory, moves
+from bestiary.ops.returns import VTrace, accumulate, n_step, vtrace, watkins_q_lambda
+from bestiary.ops.value_rescaling import value_rescale, value_rescale_inverse
+from bestiary.types import State, TimeStep, Trajectory, transitions
 
 IMPORTANCE_CASES = [*(f"iw{i}" for i in range(11)), "f32_0", "f32_1"]
 LOGITS_CASES = ["logits0", "logits1"]
@@ -159,12 +159,12 @@ class Stream:
         )
 
     def vtrace(self) -> VTrace:
-        m = moves(self.step, 0.9)
+        m = transitions(self.step, 0.9)
         return vtrace(self.log_rho, m.discount, m.reward, self.value[:-1], self.value[-1], m.valid)
 
     def episode(self, start: int, stop: int, b: int) -> VTrace:
         """Rows start..stop-1 of stream b as if there were no others."""
-        m = moves(TimeStep(*(x[start:stop, b : b + 1] for x in self.step)), 0.9)
+        m = transitions(TimeStep(*(x[start:stop, b : b + 1] for x in self.step)), 0.9)
         value = self.value[start:stop, b : b + 1]
         return vtrace(self.log_rho[start : stop - 1, b : b + 1], m.discount, m.reward, value[:-1], value[-1])
 
@@ -388,11 +388,11 @@ class Chunk:
         return cls(is_first, is_terminal, torch.rand(T + 1, B, generator=rng) < 0.7, seed)
 
     def targets(self, trace_decay: float) -> Tensor:
-        m = moves(self.step, 0.9)
-        return watkins(m.reward, m.discount, m.valid, self.value[1:], self.greedy[1:], trace_decay)
+        m = transitions(self.step, 0.9)
+        return watkins_q_lambda(m.reward, m.discount, m.valid, self.value[1:], self.greedy[1:], trace_decay)
 
     def valid(self) -> Tensor:
-        return moves(self.step, 0.9).valid
+        return transitions(self.step, 0.9).valid
 
     def by_definition(self, t: int, b: int, trace_decay: float) -> float:
         """The weighted mean of all n-step returns up to the first action that was not the best (Watkins 1989).
@@ -441,7 +441,7 @@ def test_what_accumulates_from_the_end_is_what_a_loop_adds_up(rows):
 
 def test_without_traces_a_target_is_one_step_and_a_value():
     chunk = Chunk.random(30, 6)
-    m = moves(chunk.step, 0.9)
+    m = transitions(chunk.step, 0.9)
     expected = m.reward + m.discount * chunk.value[1:]
     assert_close(chunk.targets(0.0)[m.valid], expected[m.valid])
 
@@ -502,7 +502,7 @@ def test_what_happens_in_one_episode_never_reaches_another(trace_decay):
 def test_watkins_targets_are_constants_to_the_gradient():
     value = torch.randn(4, 2, requires_grad=True)
     yes = torch.ones(4, 2, dtype=torch.bool)
-    assert not watkins(torch.randn(4, 2), torch.rand(4, 2), yes, value, yes, 0.5).requires_grad
+    assert not watkins_q_lambda(torch.randn(4, 2), torch.rand(4, 2), yes, value, yes, 0.5).requires_grad
 
 
 # -- n steps -------------------------------------------------------------------------------------------------------
@@ -522,7 +522,7 @@ def as_rows(reward: np.ndarray, terminated: np.ndarray, truncated: np.ndarray, n
         r, first, terminal = (torch.tensor(column)[:, None] for column in zip(*rows, strict=True))
         none = torch.zeros_like(first, dtype=torch.int64)
         step = TimeStep(none, none, r.double(), first, terminal)
-        yield b, move, moves(step, gamma), torch.tensor(value, dtype=torch.float64)[:, None]
+        yield b, move, transitions(step, gamma), torch.tensor(value, dtype=torch.float64)[:, None]
 
 
 R2D2 = np.load(Path(__file__).parent / "data" / "r2d2.npz")
@@ -537,20 +537,20 @@ def test_n_steps_match_golden(case):
         reach = n_step(*m, n)
         ahead = value.gather(0, (reach.row - 1).clamp(min=0))  # value belongs to the row each move leads to
         assert_close(reach.target(ahead)[move, 0], wanted[b], 1e-10)
-        squeezed = squeeze(reach.target(unsqueeze(ahead, eps)), eps)
+        squeezed = value_rescale(reach.target(value_rescale_inverse(ahead, eps)), eps)
         assert_close(squeezed[move, 0], rescaled[b], 1e-8)
 
 
 def test_one_step_is_a_reward_and_a_value():
     chunk = Chunk.random(30, 6)
-    m = moves(chunk.step, 0.9)
+    m = transitions(chunk.step, 0.9)
     reach = n_step(*m, 1)
     out = reach.target(chunk.value.gather(0, reach.row))
     assert_close(out[m.valid], (m.reward + m.discount * chunk.value[1:])[m.valid])
 
 
 def test_the_first_moves_of_a_chunk_see_as_far_as_the_chunk_goes():
-    m = moves(Chunk.random(30, 6).step, 0.9)
+    m = transitions(Chunk.random(30, 6).step, 0.9)
     whole, part = n_step(*m, 4), n_step(*m, 4, length=9)
     for a, b in zip(whole, part, strict=True):
         assert torch.equal(a[:9], b)
@@ -560,8 +560,10 @@ def test_the_first_moves_of_a_chunk_see_as_far_as_the_chunk_goes():
 def test_values_are_squeezed_and_come_back_to_the_last_digits(tag):
     z = {k: torch.from_numpy(R2D2[f"rescale/{tag}/{k}"]) for k in ("x", "h", "z", "h_inverse")}
     eps = float(R2D2[f"rescale/{tag}/eps"])
-    torch.testing.assert_close(squeeze(z["x"], eps), z["h"], rtol=1e-14, atol=0)
-    torch.testing.assert_close(unsqueeze(z["z"], eps), z["h_inverse"], rtol=1e-14, atol=0)
+    torch.testing.assert_close(value_rescale(z["x"], eps), z["h"], rtol=1e-14, atol=0)
+    torch.testing.assert_close(value_rescale_inverse(z["z"], eps), z["h_inverse"], rtol=1e-14, atol=0)
     x = torch.logspace(-6, 6, 100)
     for signed in (x, -x):
-        torch.testing.assert_close(unsqueeze(squeeze(signed, eps), eps), signed, rtol=1e-6, atol=0)  # in float32
+        torch.testing.assert_close(
+            value_rescale_inverse(value_rescale(signed, eps), eps), signed, rtol=1e-6, atol=0
+        )  # in float32

@@ -22,14 +22,14 @@ from torch import Tensor
 import bestiary
 from bestiary import tree
 from bestiary.algos import Dqn, Impala, Rcp, Udrl
-from bestiary.cli import main
+from bestiary.cli.main import main
+from bestiary.config.experiment import Evaluation, Experiment
+from bestiary.config.extras import available
 from bestiary.envs import Riverraid, riverraid
+from bestiary.envs.env_batch import EnvBatch, Raw
+from bestiary.envs.reward_components import Move, Proxy, worth
 from bestiary.envs.riverraid import COMPONENTS, FULL, NOOP, PROXIES, UP, Plane, RiverraidGame, fuel_in, reward_of
-from bestiary.envs.world import Raw, World
-from bestiary.experiment import Evaluation, Experiment
-from bestiary.extras import available
 from bestiary.nets import Net, Shallow
-from bestiary.proxy import Move, Proxy, worth
 from bestiary.runtime import Local
 from bestiary.seeding import TRAIN
 from bestiary.types import Snapshot
@@ -333,22 +333,22 @@ def test_what_counts_as_parked_or_as_a_jump_does_not_depend_on_the_frame_skip(sk
 # -- worlds -----------------------------------------------------------------------------------------------------
 
 
-def make(cfg: Riverraid, num_envs: int = 1, seed: int = 3, threads: int = 1) -> World:
+def make(cfg: Riverraid, num_envs: int = 1, seed: int = 3, threads: int = 1) -> EnvBatch:
     return cfg.make(num_envs, seed, TRAIN, threads)
 
 
 def played(cfg: Riverraid, action: Tensor, seed: int = 3, threads: int = 1) -> tuple[Story, list[Raw]]:
     """The story, and what the books were told with each of its rows but the first."""
     raws: list[Raw] = []
-    with closing(make(cfg, action.shape[1], seed, threads)) as world:
-        enter = world.settle
+    with closing(make(cfg, action.shape[1], seed, threads)) as env_batch:
+        enter = env_batch.record
 
-        def settle(raw: Raw) -> Any:
+        def record(raw: Raw) -> Any:
             raws.append(raw)
             return enter(raw)
 
-        world.settle = settle  # type: ignore[method-assign]
-        return tell(world, action), raws
+        env_batch.record = record  # type: ignore[method-assign]
+        return tell(env_batch, action), raws
 
 
 CASES = {
@@ -439,19 +439,19 @@ def test_games_and_lives_add_up_the_components_of_their_moves(case: Case):
 
 
 def test_moves_are_counted_until_someone_asks():
-    with closing(make(Riverraid("move:5", launch=True), 2)) as world:
-        world.reset()
+    with closing(make(Riverraid("move:5", launch=True), 2)) as env_batch:
+        env_batch.reset()
         action = player(30, 2)
         seen: list[Raw] = []
-        enter = world.settle
-        world.settle = lambda raw: (seen.append(raw), enter(raw))[1]  # type: ignore[method-assign]
+        enter = env_batch.record
+        env_batch.record = lambda raw: (seen.append(raw), enter(raw))[1]  # type: ignore[method-assign]
         for half in (action[:10], action[10:]):
             seen.clear()
             for chosen in half:
-                world.step(chosen)
+                env_batch.step(chosen)
             mean = np.concatenate([raw.components for raw in seen if raw.components is not None]).mean(0)
-            assert list(world.tally().values()) == pytest.approx(mean.tolist())
-        assert set(world.tally().values()) == {0.0}
+            assert list(env_batch.tally().values()) == pytest.approx(mean.tolist())
+        assert set(env_batch.tally().values()) == {0.0}
 
 
 def through_a_file(snapshot: Snapshot) -> Snapshot:
@@ -467,11 +467,11 @@ def test_a_saved_world_goes_on_with_its_rows_and_its_books(case: Case, processes
     over = story.ends()[0]
     # after a lost life, in the middle of another, on a last row, on the first of the next game
     moments = [int(drop.any(1).nonzero()[0]), over - 30, over, over + 1]
-    with closing(make(replace(case.cfg, processes=processes), 2)) as world:
+    with closing(make(replace(case.cfg, processes=processes), 2)) as env_batch:
         for at in moments:
-            world.load_state_dict(through_a_file(story.saved[at]))
-            assert world.state_dict() == story.saved[at]
-            ahead = tell_on(world, story.action[at : at + 50])
+            env_batch.load_state_dict(through_a_file(story.saved[at]))
+            assert env_batch.state_dict() == story.saved[at]
+            ahead = tell_on(env_batch, story.action[at : at + 50])
             rows = len(ahead.action)
             assert different_fields(ahead.rows, tree.narrow(story.rows, 0, at + 1, rows)) == [], f"after row {at}"
             assert ahead.episodes == story.episodes[at + 1 : at + 1 + rows]

@@ -17,16 +17,16 @@ import pytest
 import torch
 
 import bestiary
-from bestiary import checkpoint, evaluation
+from bestiary.config.experiment import Checkpoints, Evaluation, Experiment, Logs, family
 from bestiary.cores import DeltaNet, Gpt, Lstm
-from bestiary.display import Lines, Silent
 from bestiary.envs import Atari, Catch, Gym, Recall, TMaze
-from bestiary.experiment import Checkpoints, Evaluation, Experiment, Logs, family
 from bestiary.nets import Net, Shallow
 from bestiary.presets import preset
-from bestiary.run import Run
 from bestiary.runtime import Local, Overlap
-from bestiary.training import Session
+from bestiary.training import checkpoint, evaluation
+from bestiary.training.display import Lines, NullDisplay
+from bestiary.training.run import Run
+from bestiary.training.session import Session
 from bestiary.types import Episode
 
 TINY_ATARI = Experiment(
@@ -75,7 +75,7 @@ def interrupted(experiment: Experiment, path: Path, frames: int) -> Run:
     def enough() -> bool:
         return session is not None and session.runtime.frames >= frames
 
-    session = Session(experiment, path, Silent(), enough)
+    session = Session(experiment, path, NullDisplay(), enough)
     for _ in session:
         pass
     assert not session.finished
@@ -271,7 +271,7 @@ def test_evaluations_play_as_they_are_told(tmp_path, monkeypatch):
 BESIDE = tiny(evaluation=Evaluation(every=500, episodes=12, beside=True), checkpoint=Checkpoints(best=9))
 
 
-class Notes(Silent):
+class Notes(NullDisplay):
     """Remembers what it was told, and by whom."""
 
     def __init__(self) -> None:
@@ -345,7 +345,7 @@ def test_what_is_due_while_the_last_still_plays_is_left_out_and_the_end_waits_fo
 
 def test_stopping_breaks_off_an_evaluation_beside_training_and_a_resume_makes_up_for_it(tmp_path, monkeypatch):
     play_slowly(monkeypatch, lambda: False)
-    session = Session(BESIDE, tmp_path / "run", Silent(), lambda: session.runtime.frames > 900)
+    session = Session(BESIDE, tmp_path / "run", NullDisplay(), lambda: session.runtime.frames > 900)
     for _ in session:
         begun = session.beside is not None
     assert begun and not evaluating() and not session.finished
@@ -364,7 +364,7 @@ def test_stopping_while_the_end_waits_for_an_evaluation_does_not_hang(tmp_path, 
         asked += session.runtime.frames >= BESIDE.frames
         return asked > 5
 
-    session = Session(BESIDE, tmp_path / "run", Silent(), stop)
+    session = Session(BESIDE, tmp_path / "run", NullDisplay(), stop)
     for _ in session:
         pass
     assert not evaluating() and not session.finished
@@ -372,7 +372,7 @@ def test_stopping_while_the_end_waits_for_an_evaluation_does_not_hang(tmp_path, 
 
 
 def test_leaving_the_loop_keeps_an_evaluation_that_was_played_to_its_end(tmp_path):
-    session = Session(BESIDE, tmp_path / "run", Silent())
+    session = Session(BESIDE, tmp_path / "run", NullDisplay())
     for _ in session:
         if session.beside is not None:
             assert wait_for(lambda: not session.beside.playing)
@@ -422,7 +422,7 @@ def test_networks_for_an_evaluation_are_built_where_training_is_and_leave_its_st
     )
     runtime = BESIDE.runtime.start(BESIDE)
     before = torch.get_rng_state()
-    beside = evaluation.Beside(BESIDE, 0, runtime.weights(), runtime.device)
+    beside = evaluation.ThreadedEvaluation(BESIDE, 0, runtime.weights(), runtime.device)
     beside.end(lambda: False)
     runtime.close()
     assert len(beside.games()) == 12
@@ -436,7 +436,7 @@ def test_an_evaluation_beside_training_leaves_it_its_threads():
 
     def training():  # in a thread of its own, which has not been asked for its number before
         torch.set_num_threads(2)
-        evaluation.Beside(BESIDE, 0, runtime.weights(), runtime.device).end()
+        evaluation.ThreadedEvaluation(BESIDE, 0, runtime.weights(), runtime.device).end()
         told.append(torch.get_num_threads())
 
     thread = threading.Thread(target=training)
@@ -508,7 +508,7 @@ def test_an_environment_that_raises_ends_the_run_with_its_error_after_saving(run
 
 def test_a_loss_that_is_not_a_number_stops_saves_and_says_where(tmp_path):
     experiment = tiny()
-    session = Session(experiment, tmp_path / "run", Silent())
+    session = Session(experiment, tmp_path / "run", NullDisplay())
     with pytest.raises(ValueError, match=r"update \d+ gave a loss of nan"):
         for progress in session:
             if progress.updates > 5:
@@ -546,7 +546,7 @@ def test_a_run_begins_with_what_another_has_learnt(algo, runtime, tmp_path):
     chosen = tiny().algo if algo == "impala" else family("algo")[algo](**OFF_POLICY)
     first = bestiary.train(tiny(TMaze(length=3), algo=chosen, frames=1_000), tmp_path / "first")
     second = tiny(TMaze(length=6), algo=chosen, runtime=runtime, init=str(first.path), seed=5)
-    session = Session(second, tmp_path / "second", Silent())
+    session = Session(second, tmp_path / "second", NullDisplay())
     learner = session.runtime.learner
     assert same(session.runtime.weights(), weights(first))
     assert learner.updates == 0 and not learner.optimizer.state  # its own schedules
@@ -586,10 +586,10 @@ def test_what_was_played_is_saved_with_the_latest_checkpoint_if_asked_or_if_it_i
     told = capsys.readouterr().out
     if kept is False:
         assert "the replay fills anew" in told
-        assert replay.meter.moves == 0
+        assert replay.rate_limiter.moves == 0
     else:
         assert "the replay fills anew" not in told
-        assert replay.meter.moves > 1_000
+        assert replay.rate_limiter.moves > 1_000
     for _ in longer:
         pass
     assert longer.finished
@@ -605,6 +605,6 @@ def test_a_damaged_replay_is_refused(tmp_path):
 
 
 def test_a_large_replay_is_not_saved_unasked(tmp_path, monkeypatch):
-    monkeypatch.setattr("bestiary.training.LITTLE", 1_000)
+    monkeypatch.setattr("bestiary.training.session.LITTLE", 1_000)
     run = bestiary.train(tiny(algo=family("algo")["dqn"](**OFF_POLICY), frames=1_000), tmp_path / "run")
     assert not (run.saved()[-1] / "replay.pt").exists()

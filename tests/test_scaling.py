@@ -7,13 +7,13 @@ from itertools import pairwise
 
 import pytest
 
-from bestiary.bench.scaling import Settings, main
-from bestiary.cli import main as bestiary
+from bestiary.bench.scaling.events import Clock, Link, Node, Server
+from bestiary.bench.scaling.model import Cluster, Measured, Point, SharedInference, bound, measured, read
+from bestiary.bench.scaling.plot import draw, one_machine, predict, saturation, scenarios
+from bestiary.bench.scaling.report import Settings, main
+from bestiary.bench.scaling.simulator import long_enough, simulate
+from bestiary.cli.main import main as bestiary
 from bestiary.errors import UserError
-from bestiary.events import Clock, Link, Node, Server
-from bestiary.scaling import Cluster, Measured, Point, SharedInference, bound, measured, read
-from bestiary.scaling_events import long_enough, simulate
-from bestiary.scaling_plot import draw, one_machine, predict, saturation, scenarios
 
 ATARI = Measured(  # IMPALA, 32 consoles, 20 moves
     envs=32,

@@ -60,11 +60,11 @@ def test_hash64_is_splitmix64():
 
 def test_hash64_is_the_same_for_one_and_for_many():
     keys, counters = np.arange(20) * 977, np.arange(20) % 7
-    together = hash64(keys, counters, 3)
-    assert together.dtype == np.uint64
-    assert together.shape == (20,)
+    collective = hash64(keys, counters, 3)
+    assert collective.dtype == np.uint64
+    assert collective.shape == (20,)
     for i in range(20):
-        assert hash64(keys[i : i + 1], int(counters[i]), 3)[0] == together[i]
+        assert hash64(keys[i : i + 1], int(counters[i]), 3)[0] == collective[i]
 
 
 def test_hash64_does_not_change_its_key_or_warn(recwarn):

@@ -15,16 +15,16 @@ import pretend
 import pytest
 from pretend import PACE, value
 
-from bestiary import jobs, seeds
-from bestiary.cli import main
-from bestiary.commands.eval import read as read_eval
-from bestiary.commands.train import Signals
-from bestiary.display import count
+from bestiary.cli.commands.eval import read as read_eval
+from bestiary.cli.commands.train import Signals
+from bestiary.cli.main import main
+from bestiary.config.experiment import Evaluation, Experiment
 from bestiary.envs import Catch
 from bestiary.errors import UserError
-from bestiary.experiment import Evaluation, Experiment
+from bestiary.launch import executor, seeds
 from bestiary.presets import preset
-from bestiary.run import Run
+from bestiary.training.display import count
+from bestiary.training.run import Run
 
 QUICK = ["--runtime.envs", "4", "--algo.batch-size", "4", "--log.no-tensorboard"]
 QUICK += ["--evaluation.every", "200", "--evaluation.episodes", "4"]
@@ -33,7 +33,7 @@ QUICK += ["--evaluation.every", "200", "--evaluation.episodes", "4"]
 @pytest.fixture
 def pretending(monkeypatch):
     """Processes that only pretend to train: the rest is real."""
-    monkeypatch.setattr(jobs, "command", lambda path: [sys.executable, pretend.__file__, str(path)])
+    monkeypatch.setattr(executor, "command", lambda path: [sys.executable, pretend.__file__, str(path)])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,7 +60,7 @@ def stamps(root: Path) -> dict[Path, int]:
 
 def nobody_works_in(root: Path) -> bool:
     """Every process holds the lock for as long as it lives."""
-    jobs.hold(root).close()
+    executor.hold(root).close()
     return True
 
 
@@ -188,14 +188,14 @@ def test_whatever_goes_wrong_nobody_is_left_behind(pretending, experiment, tmp_p
         raise RuntimeError("stumbled")
 
     with pytest.raises(RuntimeError, match="stumbled"):
-        jobs.run_all(seeds.plan(long, [0, 1], tmp_path), 2, lambda ended: None, watch=trip, every=0.5)
+        executor.run_all(seeds.plan(long, [0, 1], tmp_path), 2, lambda ended: None, watch=trip, every=0.5)
     assert nobody_works_in(tmp_path)
     assert all(list((tmp_path / f"seed{s}" / "checkpoints").iterdir()) for s in (0, 1))  # and they saved
 
 
 def test_two_at_the_same_runs_are_one_too_many(pretending, experiment, tmp_path):
     tmp_path.mkdir(exist_ok=True)
-    with jobs.hold(tmp_path), pytest.raises(UserError, match="is being worked on by another process"):
+    with executor.hold(tmp_path), pytest.raises(UserError, match="is being worked on by another process"):
         seeds.train_seeds(experiment, [0], tmp_path)
 
 
@@ -282,7 +282,7 @@ def story(tmp_path_factory) -> Path:
     reached = [int(Run(root / f"seed{s}").find().name) for s in (0, 1)]
     assert main([*args, str(max(reached) + 200)]) == 0
     for seed, at in enumerate(reached):
-        assert f"continues at {count(at)} frames" in (root / f"seed{seed}" / jobs.OUTPUT).read_text()
+        assert f"continues at {count(at)} frames" in (root / f"seed{seed}" / executor.OUTPUT).read_text()
     return root
 
 

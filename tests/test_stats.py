@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from bestiary.stats import bootstrap_interval, iqm, stratified_bootstrap, summary
+from bestiary.ops.stats import bootstrap_interval, iqm, stratified_bootstrap, summary
 
 
 def test_the_interquartile_mean_of_four_is_the_mean_of_the_middle_two():

@@ -11,20 +11,20 @@ import torch
 pytest.importorskip("ale_py", reason="Riverraid needs the extra atari")
 
 import bestiary
-from bestiary import cli
 from bestiary.algos import Dqn, Impala
+from bestiary.cli import main
+from bestiary.config.experiment import Evaluation, Experiment
 from bestiary.cores import Ff, Lstm
 from bestiary.envs import Catch, Recall, Riverraid
 from bestiary.envs.riverraid import LIVELY, inert, possible_moves, reward_of
 from bestiary.errors import UserError
-from bestiary.experiment import Evaluation, Experiment
+from bestiary.launch.seeds import train_seeds
 from bestiary.nets import Net, Shallow
 from bestiary.ops.policy import entropy, kl
 from bestiary.presets import preset
-from bestiary.run import Run
+from bestiary.reward_hacking.study import apart, parted, plan
 from bestiary.runtime import Local
-from bestiary.seeds import train_seeds
-from bestiary.study import apart, parted, plan
+from bestiary.training.run import Run
 from bestiary.types import Batch, Spec
 
 CONSOLE = Spec("Riverraid", (1, 84, 84), torch.uint8, 18)
@@ -106,9 +106,9 @@ def test_the_values_that_are_offered_instead_are_not_inert():
 
 def test_moves_that_are_possible_have_every_component_that_there_is():
     moves = possible_moves()
-    world = Riverraid().make(1, 0, 0, 1)
-    assert set(moves) == set(world.components)
-    world.close()
+    env_batch = Riverraid().make(1, 0, 0, 1)
+    assert set(moves) == set(env_batch.components)
+    env_batch.close()
     assert set(moves["fuel"][moves["score"] == 80]) == {80} and set(moves["fuel"][moves["score"] != 80]) == {0}
 
 
@@ -129,11 +129,11 @@ def small(**changes) -> Experiment:
 def test_a_reward_that_clipping_hides_is_told_before_training(tmp_path, capsys):
     command = ["train", "riverraid", "--env.reward", "fuel:10", "--frames", "160", "--runtime.envs", "2", "--plain"]
     few = ["--algo.batch-size", "2", "--net.encoder.filters", "4,4,4", "--evaluation.episodes", "0"]
-    assert cli.main([*command, *few, "--run", str(tmp_path / "a")]) == 0
+    assert main.main([*command, *few, "--run", str(tmp_path / "a")]) == 0
     said = capsys.readouterr().out
     assert "warning: env.reward=fuel:10 is not what is learnt" in said
     assert "fuel:X counts for X below 0.0125" in said
-    assert cli.main([*command, *few, "--algo.reward-clip", "none", "--run", str(tmp_path / "b")]) == 0
+    assert main.main([*command, *few, "--algo.reward-clip", "none", "--run", str(tmp_path / "b")]) == 0
     assert "warning" not in capsys.readouterr().out
 
 
@@ -153,7 +153,7 @@ def test_a_run_is_counted_by_any_reward_without_training_it_again(tmp_path, caps
     means = {}
     for reward in (None, "score", "fuel:10", "10*survival"):
         words = [] if reward is None else ["--reward", reward]
-        assert cli.main(["eval", str(run.path), *few, *words]) == 0
+        assert main.main(["eval", str(run.path), *few, *words]) == 0
         told = [
             json.loads(p.read_text()) for p in sorted(run.path.glob("eval-*.json"), key=lambda p: p.stat().st_mtime)
         ]
@@ -168,11 +168,14 @@ def test_a_run_is_counted_by_any_reward_without_training_it_again(tmp_path, caps
         assert found["game"]["mean"] == pytest.approx(sum(w * parts[name] for name, w in weights.items()))
     assert len({found["game"]["mean"] for found in means.values()}) > 2
     capsys.readouterr()
-    assert cli.main(["eval", str(run.path), "--reward", "scores"]) == 2
+    assert main.main(["eval", str(run.path), "--reward", "scores"]) == 2
     assert "there is no component 'scores'" in capsys.readouterr().err
     other = bestiary.train(replace(preset("catch"), frames=400, evaluation=Evaluation(episodes=0)), tmp_path / "catch")
-    assert cli.main(["eval", str(other.path), "--reward", "score"]) == 2
-    assert "Catch has no rewards by name: --reward is for env:riverraid and bestiary.proxy" in capsys.readouterr().err
+    assert main.main(["eval", str(other.path), "--reward", "score"]) == 2
+    assert (
+        "Catch has no rewards by name: --reward is for env:riverraid and bestiary.envs.reward_components"
+        in capsys.readouterr().err
+    )
 
 
 # -- a trusted policy -------------------------------------------------------------------------------------------
@@ -315,7 +318,7 @@ STUDY = [
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     root = tmp_path_factory.mktemp("study") / "here"
-    assert cli.main([*STUDY, "--run", str(root)]) == 0
+    assert main.main([*STUDY, "--run", str(root)]) == 0
     return root
 
 
@@ -351,8 +354,10 @@ def test_a_study_says_what_clipping_hides_and_what_failed(tmp_path, capsys, monk
     words = list(STUDY)
     words[words.index("--proxy") + 1] = "fuel:10"
     words[words.index("--seeds") + 1] = "1"
-    monkeypatch.setattr("bestiary.study.train_all", lambda planned, *args: {planned[0].name: "sensor unplugged"})
-    assert cli.main([*words, "--run", str(tmp_path / "here")]) == 2
+    monkeypatch.setattr(
+        "bestiary.reward_hacking.study.train_all", lambda planned, *args: {planned[0].name: "sensor unplugged"}
+    )
+    assert main.main([*words, "--run", str(tmp_path / "here")]) == 2
     told = capsys.readouterr()
     assert "warning: env.reward=fuel:10 is not what is learnt" in told.out
     assert "1 of 1 runs failed, the first: fuel-10-w8-d1-seed0: sensor unplugged" in told.err
@@ -364,8 +369,8 @@ def test_a_study_goes_on_where_it_was(done, capsys, monkeypatch):
     before = {p: p.stat().st_mtime_ns for p in done.rglob("*.safetensors")}
     lost = next(done.glob("*/judged-*.json"))
     lost.unlink()
-    monkeypatch.setattr("bestiary.study.train_all", lambda *args: {})
-    assert cli.main([*STUDY, "--run", str(done)]) == 0
+    monkeypatch.setattr("bestiary.reward_hacking.study.train_all", lambda *args: {})
+    assert main.main([*STUDY, "--run", str(done)]) == 0
     assert lost.exists() and before == {p: p.stat().st_mtime_ns for p in done.rglob("*.safetensors")}
 
 
@@ -373,7 +378,7 @@ def test_studies_that_cannot_be_are_refused_in_one_sentence(done, tmp_path, caps
     def refused(text: str, flag: str = "--games", value: str = "2", where=tmp_path / "other"):
         words = list(STUDY)
         words[words.index(flag) + 1] = value
-        assert cli.main([*words, "--run", str(where)]) == 2
+        assert main.main([*words, "--run", str(where)]) == 2
         said = capsys.readouterr().err
         assert text in said and said.count("\n") == 1, said
         assert not (tmp_path / "other").exists()
@@ -389,13 +394,13 @@ def test_studies_that_cannot_be_are_refused_in_one_sentence(done, tmp_path, caps
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("mine")
     refused("is not empty and not a study", where=tmp_path / "full")
-    assert cli.main(["study", "pong", "--proxy", "fuel:10", "--run", str(tmp_path / "other")]) == 2
+    assert main.main(["study", "pong", "--proxy", "fuel:10", "--run", str(tmp_path / "other")]) == 2
     assert "env:atari has no rewards by name: a study needs env:riverraid" in capsys.readouterr().err
 
 
 def test_consoles_are_measured_side_by_side(tmp_path, capsys):
     few = ["--envs", "2", "--steps", "2", "--rounds", "1", "--threads", "1"]
-    assert cli.main(["bench", "riverraid", *few, "--json", str(tmp_path / "found.json")]) == 0
+    assert main.main(["bench", "riverraid", *few, "--json", str(tmp_path / "found.json")]) == 0
     found = json.loads((tmp_path / "found.json").read_text())
     assert {"ours, one process", "ours, 1 processes"} < set(found) and all(rate > 0 for rate in found.values())
     assert "ours, one process" in capsys.readouterr().out

@@ -15,9 +15,9 @@ import pytest
 from PIL import Image
 
 from bestiary.envs.riverraid import ACTIONS
-from bestiary.study_html import POLICY, Html, el, number, short
-from bestiary.study_report import write_report
-from bestiary.study_stats import (
+from bestiary.reward_hacking.report.html import POLICY, Html, el, number, short
+from bestiary.reward_hacking.report.page import write_report
+from bestiary.reward_hacking.statistics import (
     best_split,
     change_over_sizes,
     change_over_time,
@@ -121,8 +121,8 @@ def pretend(
 def slow_pearson(x: list[float], y: list[float]) -> float:
     n = len(x)
     mx, my = sum(x) / n, sum(y) / n
-    together = sum((a - mx) * (b - my) for a, b in zip(x, y, strict=True))
-    return together / (sum((a - mx) ** 2 for a in x) * sum((b - my) ** 2 for b in y)) ** 0.5
+    collective = sum((a - mx) * (b - my) for a, b in zip(x, y, strict=True))
+    return collective / (sum((a - mx) ** 2 for a in x) * sum((b - my) ** 2 for b in y)) ** 0.5
 
 
 def slow_ranks(x: list[float]) -> list[float]:
@@ -221,7 +221,7 @@ def test_a_rise_is_no_fall(over_time):
 
 
 def test_where_nothing_changes_falls_are_as_rare_as_they_say(monkeypatch):
-    monkeypatch.setattr("bestiary.study_stats.RESAMPLES", 300)
+    monkeypatch.setattr("bestiary.reward_hacking.statistics.RESAMPLES", 300)
     rng = np.random.default_rng(0)
     flat = rng.normal(5, 1, (200, 3, 6))
     found = [(change_over_time(range(6), y), change_over_sizes(range(6), list(y.T))) for y in flat]

@@ -15,15 +15,15 @@ from typing import Any
 import pretend
 import pytest
 
-from bestiary import jobs
-from bestiary.cli import main
-from bestiary.commands.parse import take_place
-from bestiary.commands.sweep import read
-from bestiary.commands.train import read as read_train
+from bestiary.cli.commands.sweep import read
+from bestiary.cli.commands.train import read as read_train
+from bestiary.cli.main import main
+from bestiary.cli.parse import take_place
+from bestiary.config.experiment import Evaluation, Experiment
 from bestiary.errors import UserError
-from bestiary.experiment import Evaluation, Experiment
+from bestiary.launch import executor
+from bestiary.launch.spaces import BUILTIN, Choices, Range, apply, flags, load_space, read_space
 from bestiary.presets import PRESETS, preset
-from bestiary.spaces import BUILTIN, Choices, Range, apply, flags, load_space, read_space
 
 LR = {"algo.optimizer.lr": {"low": 1e-5, "high": 1e-1, "log": True}}
 ROOT = Path(__file__).parent.parent
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parent.parent
 def pretending(monkeypatch):
     """Processes that only pretend to train: the rest is real."""
     pytest.importorskip("optuna")
-    monkeypatch.setattr(jobs, "command", lambda path: [sys.executable, pretend.__file__, str(path)])
+    monkeypatch.setattr(executor, "command", lambda path: [sys.executable, pretend.__file__, str(path)])
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():
@@ -46,7 +46,7 @@ def experiment() -> Experiment:
 
 
 def sweep(*args: Any, **options: Any) -> list[Any]:
-    from bestiary.sweeps import sweep
+    from bestiary.launch.sweep import sweep
 
     return sweep(*args, **options)
 
@@ -235,10 +235,10 @@ def test_a_trial_that_was_broken_off_goes_on_with_its_own_settings(pretending, e
 
 
 def test_a_hopeless_trial_is_stopped_early(pretending, experiment, tmp_path, monkeypatch):
-    from bestiary import sweeps
+    from bestiary.launch import sweep
 
-    monkeypatch.setattr(sweeps, "UNJUDGED", 2)
-    monkeypatch.setattr(sweeps, "JUDGE", 0.02)
+    monkeypatch.setattr(sweep, "UNJUDGED", 2)
+    monkeypatch.setattr(sweep, "JUDGE", 0.02)
     monkeypatch.setenv(pretend.PACE, "0.12")
     told = sweep(experiment, LR, 8, tmp_path, jobs=2, seeds_per_trial=1, sampler="random")
     pruned = [trial for trial in told if trial.state == "pruned"]
@@ -250,9 +250,9 @@ def test_a_hopeless_trial_is_stopped_early(pretending, experiment, tmp_path, mon
 
 
 def test_nothing_is_stopped_early_where_that_is_not_wanted(pretending, experiment, tmp_path, monkeypatch):
-    from bestiary import sweeps
+    from bestiary.launch import sweep
 
-    monkeypatch.setattr(sweeps, "UNJUDGED", 1)
+    monkeypatch.setattr(sweep, "UNJUDGED", 1)
     told = sweep(experiment, LR, 5, tmp_path, jobs=2, seeds_per_trial=1, prune=False)
     assert {trial.state for trial in told} == {"complete"}
 
@@ -304,7 +304,7 @@ def test_another_sweep_in_the_same_place_is_refused(pretending, experiment, tmp_
 
 def test_which_settings_matter_is_told_once_there_are_enough_trials():
     optuna = pytest.importorskip("optuna")
-    from bestiary.sweeps import importances
+    from bestiary.launch.sweep import importances
 
     space = {name: Range(0.0, 1.0) for name in ("matters", "noise", "other")}
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.RandomSampler(seed=0))

@@ -19,13 +19,14 @@ from test_golden_runs import experiment
 from bestiary import tree
 from bestiary.algos import AlgoConfig
 from bestiary.algos.base import Diverged, Learner
-from bestiary.algos.commanded import Commanded, CommandLearner
-from bestiary.config import kebab
+from bestiary.algos.return_conditioned.learner import Commanded, CommandLearner
+from bestiary.config.experiment import Experiment
+from bestiary.config.schema import kebab
 from bestiary.errors import UserError
-from bestiary.experiment import Experiment
-from bestiary.optim import Adam, AdamW
+from bestiary.nets.optim import Adam, AdamW
+from bestiary.ops.collective import SINGLE_PROCESS
+from bestiary.runtime.collective import Distributed, PeerLost, divide, join, meeting
 from bestiary.runtime.local import LocalRuntime
-from bestiary.together import ALONE, Parted, Together, divide, join, meeting
 from bestiary.types import Batch, Spec, Update
 
 PATIENCE = 60  # seconds that a test waits for a process, busy as the machine may be
@@ -98,11 +99,11 @@ def learnt(learner: Learner, batches: list[Batch]) -> dict[str, Any]:
     }
 
 
-def part_of(batch: Batch, together: Together, joint: bool) -> Batch | None:
+def part_of(batch: Batch, collective: Distributed, joint: bool) -> Batch | None:
     """As if it came from a replay of this process's own."""
     if joint and "survey" in batch.about:  # a joint critic may be shown something in one process alone
-        return batch if together.rank == 0 else None
-    mine = divide(batch, together.size)[together.rank]
+        return batch if collective.rank == 0 else None
+    mine = divide(batch, collective.size)[collective.rank]
     if mine.weight is None:
         return mine
     most = mine.weight.max()  # such a replay does not know what is heaviest elsewhere
@@ -112,21 +113,21 @@ def part_of(batch: Batch, together: Together, joint: bool) -> Batch | None:
 # -- what the processes do ---------------------------------------------------------------------------------
 
 
-def learn(together: Together, case: Any, spec: Spec, batches: list[Batch]) -> dict[str, Any]:
-    learner = fresh(told(case), spec, seed=together.rank)  # they differ at first
-    together.enrol(learner)
+def learn(collective: Distributed, case: Any, spec: Spec, batches: list[Batch]) -> dict[str, Any]:
+    learner = fresh(told(case), spec, seed=collective.rank)  # they differ at first
+    collective.broadcast_state(learner)
     joint = isinstance(learner, CommandLearner) and learner.cfg.critic == "joint"
-    mine = [part_of(batch, together, joint) for batch in batches]
+    mine = [part_of(batch, collective, joint) for batch in batches]
     return learnt(learner, [batch for batch in mine if batch is not None])
 
 
-def diverge(together: Together, case: Any, spec: Spec, batches: list[Batch]) -> tuple[str, bool, dict[str, float]]:
+def diverge(collective: Distributed, case: Any, spec: Spec, batches: list[Batch]) -> tuple[str, bool, dict[str, float]]:
     """The last is shown something that is not a number, once."""
-    learner = fresh(told(case), spec, seed=together.rank)
-    together.enrol(learner)
-    mine = [divide(batch, together.size)[together.rank] for batch in batches]
+    learner = fresh(told(case), spec, seed=collective.rank)
+    collective.broadcast_state(learner)
+    mine = [divide(batch, collective.size)[collective.rank] for batch in batches]
     step = mine[0].trajectory.step
-    bad = step._replace(reward=step.reward * (float("nan") if together.rank else 1.0))
+    bad = step._replace(reward=step.reward * (float("nan") if collective.rank else 1.0))
     before = tree.map(torch.clone, dict(learner.agent.state_dict()))
     said = ""
     try:
@@ -137,21 +138,21 @@ def diverge(together: Together, case: Any, spec: Spec, batches: list[Batch]) -> 
     return said, intact, learnt(learner, mine[1:2])["metrics"][0]
 
 
-def lose(together: Together, case: Any, spec: Spec, batches: list[Batch], how: str) -> tuple[str, float]:
+def lose(collective: Distributed, case: Any, spec: Spec, batches: list[Batch], how: str) -> tuple[str, float]:
     """The last stops after two updates: it dies, or does nothing for a while."""
     learner = fresh(told(case), spec, seed=0)
-    together.enrol(learner)
-    mine = [divide(batch, together.size)[together.rank] for batch in batches]
+    collective.broadcast_state(learner)
+    mine = [divide(batch, collective.size)[collective.rank] for batch in batches]
     learnt(learner, mine[:2])
-    if together.rank and how == "dies":
+    if collective.rank and how == "dies":
         os._exit(1)
-    if together.rank:
-        time.sleep(together.timeout_seconds + 1)
+    if collective.rank:
+        time.sleep(collective.timeout_seconds + 1)
         return "", 0.0
     began = time.monotonic()
     try:
         learner.update(mine[2])
-    except Parted as e:
+    except PeerLost as e:
         return str(e), time.monotonic() - began
     return "nothing was noticed", 0.0
 
@@ -165,9 +166,9 @@ def companion(rank: int, size: int, line: Any) -> None:
     line.send_bytes(pickle.dumps("ready"))
     while True:
         name, at, timeout, args = pickle.loads(line.recv_bytes())
-        together = join(rank, size, at, timeout_seconds=timeout)
-        answer = JOBS[name](together, *args)
-        together.leave()
+        collective = join(rank, size, at, timeout_seconds=timeout)
+        answer = JOBS[name](collective, *args)
+        collective.leave()
         line.send_bytes(pickle.dumps(answer))
 
 
@@ -322,8 +323,8 @@ def test_a_port_that_is_taken_is_named():
     with pytest.raises(UserError, match="must be new or free"):
         join(0, 1, at)
     one.leave()
-    with pytest.raises(Parted, match="has left the others"):
-        one.total(torch.ones(1))
+    with pytest.raises(PeerLost, match="has left the others"):
+        one.all_reduce_sum(torch.ones(1))
 
 
 def test_a_learner_that_knows_nothing_of_others_is_refused():
@@ -332,7 +333,7 @@ def test_a_learner_that_knows_nothing_of_others_is_refused():
 
     one = join(0, 1, meeting())
     with pytest.raises(UserError, match="Hermit learns alone"):
-        one.enrol(Hermit())  # type: ignore
+        one.broadcast_state(Hermit())  # type: ignore
     one.leave()
 
 
@@ -377,6 +378,15 @@ def test_parts_of_a_batch_are_the_batch():
 
 def test_alone_nothing_is_changed():
     x = torch.randn(5)
-    assert ALONE.total(x) is x and ALONE.most(x) is x and ALONE.gradients(x, []) is x
-    assert (ALONE.part, ALONE.portion(3), ALONE.rank, ALONE.size) == (1.0, 1.0, 0, 1)
-    assert ALONE.moments(x) == (5, x.mean(), x.std())
+    assert (
+        SINGLE_PROCESS.all_reduce_sum(x) is x
+        and SINGLE_PROCESS.all_reduce_max(x) is x
+        and SINGLE_PROCESS.all_reduce_gradients(x, []) is x
+    )
+    assert (SINGLE_PROCESS.fraction, SINGLE_PROCESS.batch_fraction(3), SINGLE_PROCESS.rank, SINGLE_PROCESS.size) == (
+        1.0,
+        1.0,
+        0,
+        1,
+    )
+    assert SINGLE_PROCESS.moments(x) == (5, x.mean(), x.std())

@@ -18,21 +18,22 @@ from test_runtime import interrupted, rows, same, tiny, weights
 from torch import Tensor, nn
 
 import bestiary
-from bestiary import cli, tree
-from bestiary.actor import Actor
+from bestiary import tree
+from bestiary.acting.actor import Actor
 from bestiary.algos import Impala, Rcp, Udrl
-from bestiary.algos.commanded import NETWORKS, CommandAgent, Commanded, CommandLearner
+from bestiary.algos.exploration import Fixed
+from bestiary.algos.return_conditioned.learner import NETWORKS, CommandAgent, Commanded, CommandLearner
+from bestiary.cli import main
+from bestiary.config.experiment import Evaluation, Experiment
 from bestiary.cores import DeltaNet, Ff, Lstm
 from bestiary.envs import Catch, Gym, Recall
 from bestiary.errors import UserError
-from bestiary.evaluation import commanded, play
-from bestiary.experiment import Evaluation, Experiment
-from bestiary.exploration import Fixed
 from bestiary.nets import Mlp, Net
+from bestiary.nets.optim import Adam, AdamW, RmsProp
 from bestiary.ops.commands import aim
-from bestiary.optim import Adam, AdamW, RmsProp
 from bestiary.presets import preset
 from bestiary.runtime import Local
+from bestiary.training.evaluation import commanded, play
 from bestiary.types import Batch, Episode, Spec, TimeStep, Trajectory
 
 double = pytest.mark.usefixtures("_double")
@@ -617,7 +618,7 @@ def test_observations_are_shown_in_deviations_from_the_mean_of_those_seen(averag
 
 
 def test_old_observations_count_less_after_many(monkeypatch):
-    monkeypatch.setattr("bestiary.algos.commanded.REMEMBERED", 3)
+    monkeypatch.setattr("bestiary.algos.return_conditioned.learner.REMEMBERED", 3)
     cfg = Udrl(**TOY, normalise=True)
     learner, weight, seen = learner_of(cfg), [], []
     for n in range(10):
@@ -1004,9 +1005,9 @@ class Ordered(CommandAgent):
 @pytest.mark.parametrize("env", [Catch(rows=5), Gym("CartPole-v1")], ids=["catch", "cartpole"])
 @pytest.mark.parametrize("explore", [True, False])
 def test_an_episode_tells_what_it_was_asked_for_when_it_began(env, explore):
-    world = env.make(4, 0, 0, 1)
-    agent = Ordered(Udrl(head=(4,)), world.spec, Net(), Ff())
-    actor = Actor(world, agent, Fixed(torch.ones(4)) if explore else None, 7, 0, torch.device("cpu"))
+    env_batch = env.make(4, 0, 0, 1)
+    agent = Ordered(Udrl(head=(4,)), env_batch.spec, Net(), Ff())
+    actor = Actor(env_batch, agent, Fixed(torch.ones(4)) if explore else None, 7, 0, torch.device("cpu"))
     asked: list[list[tuple[float, ...]]] = [[] for _ in range(4)]
     seen = [0] * 4
     shrunk = False
@@ -1022,19 +1023,19 @@ def test_an_episode_tells_what_it_was_asked_for_when_it_began(env, explore):
         for e in episodes:
             assert e.asked == asked[e.slot][seen[e.slot]]
             seen[e.slot] += 1
-    world.close()
+    env_batch.close()
     assert min(seen) > 1 and shrunk
     assert len({a for column in asked for a in column}) == sum(map(len, asked))
 
 
 def test_actors_go_on_knowing_what_was_asked_for():
     def actor() -> Actor:
-        world = Catch(rows=5).make(3, 0, 0, 1)
+        env_batch = Catch(rows=5).make(3, 0, 0, 1)
         torch.manual_seed(0)
         agent = aimed([[1.0, 4.0], [0.5, 3.0], [-1.0, 4.0]], spread=np.array([2.0, 0.0]))
-        other = agent.cfg.agent(world.spec, Net(), Ff())
+        other = agent.cfg.agent(env_batch.spec, Net(), Ff())
         other.aim_at(aim(agent.pool.numpy(), agent.spread.numpy()))
-        return Actor(world, other, Fixed(torch.ones(3)), 3, 0, torch.device("cpu"))
+        return Actor(env_batch, other, Fixed(torch.ones(3)), 3, 0, torch.device("cpu"))
 
     one, two = actor(), actor()
     one.unroll()
@@ -1056,12 +1057,12 @@ def test_what_was_asked_for_is_summed_up():
 
 @pytest.mark.parametrize("mode", ["greedy", "sampled"])
 def test_games_are_played_as_told(mode):
-    world = Catch(rows=5).make(3, 0, 0, 1)
-    agent = Udrl(head=(4,)).agent(world.spec, Net(), Ff())
+    env_batch = Catch(rows=5).make(3, 0, 0, 1)
+    agent = Udrl(head=(4,)).agent(env_batch.spec, Net(), Ff())
     agent.aim_at(aim(np.array([[7.0, 7.0]]), spread=5.0))
     agent.tell((0.5, 4.0))
     for epsilon in (0.0, 0.5):
-        games = play(agent, world, 7, mode, generator(), epsilon=epsilon)
+        games = play(agent, env_batch, 7, mode, generator(), epsilon=epsilon)
         assert [e.asked for e in games] == [(0.5, 4.0)] * 7
 
 
@@ -1148,7 +1149,7 @@ def test_what_evaluations_ask_for_is_part_of_an_experiment(tmp_path):
         assert [(r["asked"], r["asked_steps"]) for r in csv.DictReader(file)] == [("0.75", "4")] * 2
     usual = bestiary.evaluate(run, 5, modes=("greedy",), threads=1)
     assert usual["greedy"]["asked"]["mean"] == 0.75 and usual["protocol"]["command"] == (0.75, 4.0)
-    assert cli.main(["eval", str(run.path), "--episodes", "5", "--mode", "greedy", "--command", "own"]) == 0
+    assert main.main(["eval", str(run.path), "--episodes", "5", "--mode", "greedy", "--command", "own"]) == 0
     (written,) = run.path.glob("eval-*-command-own.json")
     own = json.loads(written.read_text())
     assert own["greedy"]["asked"]["mean"] != 0.75 and own["protocol"]["command"] == []
@@ -1166,7 +1167,7 @@ def test_what_evaluations_could_not_ask_for_is_refused_before_anything_starts():
 def test_a_command_is_given_in_the_terminal(tmp_path, capsys):
     run = bestiary.train(short(ALGOS["udrl"], Ff(), frames=400), tmp_path / "run")
     few = ["--episodes", "3", "--mode", "greedy", "--threads", "1"]
-    assert cli.main(["eval", str(run.path), *few, "--command", "0.75,4"]) == 0
+    assert main.main(["eval", str(run.path), *few, "--command", "0.75,4"]) == 0
     (written,) = run.path.glob("eval-*-command0.75-4.json")
     assert json.loads(written.read_text())["greedy"]["asked"]["mean"] == 0.75
     other = bestiary.train(tiny(frames=200), tmp_path / "other")
@@ -1178,7 +1179,7 @@ def test_a_command_is_given_in_the_terminal(tmp_path, capsys):
         (other.path, "own", "--command is for agents that follow commands (Udrl, Rcp); this one does not"),
         (other.path, "1", "--command is for agents that follow commands (Udrl, Rcp); this one does not"),
     ):
-        assert cli.main(["eval", str(path), *few, "--command", command]) == 2
+        assert main.main(["eval", str(path), *few, "--command", command]) == 2
         assert capsys.readouterr().err == f"bestiary: {sentence}\n"
 
 

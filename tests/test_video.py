@@ -14,21 +14,23 @@ import pytest
 import torch
 
 import bestiary
-from bestiary import cli, extras, filming
 from bestiary.algos.base import Agent
-from bestiary.commands.parse import parse
-from bestiary.commands.train import read as read_training
-from bestiary.commands.video import Settings, read
-from bestiary.display import Silent
+from bestiary.cli import main
+from bestiary.cli.commands.train import read as read_training
+from bestiary.cli.commands.video import Settings, read
+from bestiary.cli.parse import parse
+from bestiary.config import extras
+from bestiary.config.experiment import Evaluation, Experiment, Logs, Video
+from bestiary.config.extras import MissingExtra
 from bestiary.envs import Atari, Catch, EnvConfig, Gym, LunarLander, Recall, TMaze
-from bestiary.envs.batched import BatchedWorld
+from bestiary.envs.batched import VectorEnvBatch
 from bestiary.envs.catch import CatchEnv
 from bestiary.errors import UserError
-from bestiary.experiment import Evaluation, Experiment, Logs, Video
-from bestiary.extras import MissingExtra
-from bestiary.filming import STRIP, Filming, Mp4, frame, number, strip, whole_scale
-from bestiary.run import Run
-from bestiary.training import Session, iterate
+from bestiary.training import video
+from bestiary.training.display import NullDisplay
+from bestiary.training.run import Run
+from bestiary.training.session import Session, iterate
+from bestiary.training.video import STRIP, Filming, Mp4, frame, number, strip, whole_scale
 
 ffmpeg = pytest.importorskip("imageio_ffmpeg")
 pytest.importorskip("PIL")
@@ -44,17 +46,17 @@ SMALL = replace(
 SMALL = replace(SMALL, algo=replace(SMALL.algo, batch_size=4), runtime=replace(SMALL.runtime, envs=4, threads=1))
 
 
-def world_of(env, num_envs=1):
+def env_batch_of(env, num_envs=1):
     try:
         return env.make(num_envs, 0, 1, 1)
     except MissingExtra as e:
         pytest.skip(str(e))
 
 
-def moves(world, count):
+def moves(env_batch, count):
     rng = np.random.default_rng(0)
     for _ in range(count):
-        yield world.step(torch.from_numpy(rng.integers(0, world.spec.num_actions, world.num_envs)))
+        yield env_batch.step(torch.from_numpy(rng.integers(0, env_batch.spec.num_actions, env_batch.num_envs)))
 
 
 def read_back(path):
@@ -75,61 +77,61 @@ def run(tmp_path_factory) -> Run:
 
 @pytest.mark.parametrize("env", FAMILIES, ids=repr)
 def test_every_environment_shows_a_picture_that_changes_as_it_is_played(env):
-    world = world_of(env, 2)
+    env_batch = env_batch_of(env, 2)
     try:
-        assert 1 <= world.watch() <= 120
-        world.reset()
-        first = world.render(1)
+        assert 1 <= env_batch.watch() <= 120
+        env_batch.reset()
+        first = env_batch.render(1)
         kept = first.copy()
         assert first.dtype == np.uint8 and first.ndim == 3 and first.shape[-1] == 3
         assert first.std() > 0
         seen = []
-        for _ in moves(world, 16):  # Visual Match begins walled in
-            seen.append(world.render(1))
+        for _ in moves(env_batch, 16):  # Visual Match begins walled in
+            seen.append(env_batch.render(1))
             assert seen[-1].shape == first.shape
         assert any((picture != first).any() for picture in seen)
         assert (first == kept).all()  # a picture stays what it was
     finally:
-        world.close()
+        env_batch.close()
 
 
 @pytest.mark.parametrize("env", FAMILIES, ids=repr)
 def test_being_watched_changes_no_game(env):
     rows = []
     for watched in (False, True):
-        world = world_of(env, 2)
+        env_batch = env_batch_of(env, 2)
         if watched:
-            world.watch()
+            env_batch.watch()
         count = 40 if isinstance(env, Atari) else 150
-        rows.append([world.reset(), *(row for row, _ in moves(world, count))])
-        world.close()
+        rows.append([env_batch.reset(), *(row for row, _ in moves(env_batch, count))])
+        env_batch.close()
     for alone, watched in zip(*rows, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True))
 
 
 def test_of_atari_the_screen_is_shown_in_colour_and_of_the_same_moment():
-    world = world_of(Atari("Breakout", one_life=True, sticky=0.25))
-    world.watch()
-    world.reset()
+    env_batch = env_batch_of(Atari("Breakout", one_life=True, sticky=0.25))
+    env_batch.watch()
+    env_batch.reset()
     begun = 0
-    for row, ended in moves(world, 100):
+    for row, ended in moves(env_batch, 100):
         begun += len(ended)
-        screen = world.render(0)
+        screen = env_batch.render(0)
         assert screen.shape == (210, 160, 3)
         assert (screen[..., 0] != screen[..., 2]).any()
         grey = screen @ np.array([0.299, 0.587, 0.114])
         small = grey.repeat(2, 0).reshape(84, 5, 160).mean(1).repeat(21, 1).reshape(84, 84, 40).mean(2)
         assert abs(small - row.obs[0, 0].numpy()).max() < 2
     assert begun  # games that end with a life are started by us, not by the emulator
-    world.close()
+    env_batch.close()
 
 
 def test_an_environment_made_for_processes_is_drawn_in_this_one():
-    world = world_of(Gym("bestiary/Catch-v0", processes=True))
-    world.watch()
-    world.reset()
-    assert world.render(0).shape == (320, 160, 3)
-    world.close()
+    env_batch = env_batch_of(Gym("bestiary/Catch-v0", processes=True))
+    env_batch.watch()
+    env_batch.reset()
+    assert env_batch.render(0).shape == (320, 160, 3)
+    env_batch.close()
 
 
 def test_catch_and_recall_draw_what_there_is():
@@ -142,11 +144,11 @@ def test_catch_and_recall_draw_what_there_is():
         assert (picture[-2, env.paddle[0] * 32 + 4] == blue).all()
         env.step(np.array([2]))
     for cues in (2, 4, 300):
-        world = Recall(delay=2, cues=cues).make(1, 0, 0, 1)
-        world.reset()
-        assert (world.render(0) == orange).all(-1).any()
-        world.step(torch.tensor([0]))
-        assert not (world.render(0) == orange).all(-1).any()
+        env_batch = Recall(delay=2, cues=cues).make(1, 0, 0, 1)
+        env_batch.reset()
+        assert (env_batch.render(0) == orange).all(-1).any()
+        env_batch.step(torch.tensor([0]))
+        assert not (env_batch.render(0) == orange).all(-1).any()
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ class Invisible:
         class Unseen(CatchEnv):
             metadata = {**CatchEnv.metadata, "render_modes": []}
 
-        return BatchedWorld("Invisible", Unseen(num_envs), seed, stream)
+        return VectorEnvBatch("Invisible", Unseen(num_envs), seed, stream)
 
 
 def test_an_environment_without_a_picture_says_so(monkeypatch):
@@ -174,10 +176,10 @@ def test_an_environment_without_a_picture_says_so(monkeypatch):
     for name, cls in (("Dark-v0", Dark), ("Dark-v1", Darker)):
         monkeypatch.setitem(gymnasium.registry, name, gymnasium.envs.registration.EnvSpec(name, cls))
     for env in (Invisible(), Gym("Dark-v0"), Gym("Dark-v1")):
-        world = env.make(1, 0, 0, 1)
+        env_batch = env.make(1, 0, 0, 1)
         with pytest.raises(UserError, match="has no picture to show"):
-            world.watch()
-        world.close()
+            env_batch.watch()
+        env_batch.close()
 
 
 # -- frames ------------------------------------------------------------------------------------------
@@ -236,11 +238,11 @@ class Album:
 
 def test_beneath_each_picture_is_what_had_been_earned_then_and_what_was_done_next(monkeypatch):
     told = []
-    monkeypatch.setattr(filming, "frame", lambda picture, words, scale: told.append(dict(words)) or picture)
-    world = TMaze(length=2, active=True).make(1, 0, 0, 1)  # who does not come back pays half a point a step
-    world.watch()
+    monkeypatch.setattr(video, "frame", lambda picture, words, scale: told.append(dict(words)) or picture)
+    env_batch = TMaze(length=2, active=True).make(1, 0, 0, 1)  # who does not come back pays half a point a step
+    env_batch.watch()
     album = Album()
-    games = filming.play(Filming(Told(), world, album, 2, None), world, 2, "greedy", torch.Generator())
+    games = video.play(Filming(Told(), env_batch, album, 2, None), env_batch, 2, "greedy", torch.Generator())
     assert [e.steps for e in games] == [5, 5]
     assert [w["game"] for w in told] == ["1 of 2"] * 6 + ["2 of 2"] * 6
     assert [w["step"] for w in told] == list("012345") * 2
@@ -302,11 +304,11 @@ def test_a_run_is_filmed_in_the_games_that_evaluations_play(run, tmp_path):
 
 def test_an_agent_that_follows_commands_is_shown_with_the_one_it_was_given(tmp_path, monkeypatch):
     told = []
-    monkeypatch.setattr(filming, "strip", lambda words, width: told.append(dict(words)) or strip(words, width))
+    monkeypatch.setattr(video, "strip", lambda words, width: told.append(dict(words)) or strip(words, width))
     experiment = replace(bestiary.preset("udrl"), env=Recall(delay=4))
     run = Run.create(tmp_path / "r", experiment)
-    world = experiment.env.make(1, 0, 0, 1)
-    agent = experiment.algo.agent(world.spec, experiment.net, experiment.core)
+    env_batch = experiment.env.make(1, 0, 0, 1)
+    agent = experiment.algo.agent(env_batch.spec, experiment.net, experiment.core)
     run.save(0, agent.state_dict(), {}, 1)
     filmed = bestiary.video(run, command=(30.0, 7.0))
     assert filmed.file.name == "video-0-seed0-command30-7.mp4"
@@ -316,7 +318,7 @@ def test_an_agent_that_follows_commands_is_shown_with_the_one_it_was_given(tmp_p
 
 
 def test_the_command_names_its_file_by_what_it_shows(run, capsys):
-    assert cli.main(["video", str(run.path), "--episodes", "2", "--fps", "30", "--env.delay", "3"]) == 0
+    assert main.main(["video", str(run.path), "--episodes", "2", "--fps", "30", "--env.delay", "3"]) == 0
     out = capsys.readouterr().out
     frames = run.load().meta["frames"]
     file = run.path / f"video-{frames}-seed0-delay-10-3.mp4"
@@ -353,7 +355,7 @@ def test_a_game_can_be_made_larger_and_played_at_random(run, tmp_path):
 def test_a_mistake_is_refused_in_one_sentence(args, words, run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     try:
-        code = cli.main(["video", *(word.replace("RUN", str(run.path)) for word in args)])
+        code = main.main(["video", *(word.replace("RUN", str(run.path)) for word in args)])
     except SystemExit as stop:  # of the parser
         code = stop.code
     said = " ".join(re.sub(r"[─│╭╮╰╯]", " ", capsys.readouterr().err).split())
@@ -367,7 +369,7 @@ def test_a_missing_extra_is_named(run, monkeypatch):
         monkeypatch.setattr(
             extras.importlib.util, "find_spec", lambda name, m=missing: None if name == m else find(name)
         )
-        for film_it in (lambda: bestiary.video(run), lambda: filming.check(Catch(), 0)):
+        for film_it in (lambda: bestiary.video(run), lambda: video.check(Catch(), 0)):
             with pytest.raises(MissingExtra, match=r'pip install "bestiary\[video\]"'):
                 film_it()
 
@@ -429,17 +431,17 @@ def test_a_run_that_goes_on_may_be_filmed_otherwise(tmp_path):
 
 def test_stopping_breaks_a_film_off_and_going_on_makes_it(tmp_path, monkeypatch):
     stopped = []
-    shown = filming.Filming._show
+    shown = video.Filming._show
     monkeypatch.setattr(
-        filming.Filming, "_show", lambda self, last: (stopped.append(1) if self.steps > 3 else None, shown(self, last))
+        video.Filming, "_show", lambda self, last: (stopped.append(1) if self.steps > 3 else None, shown(self, last))
     )
     plan = replace(SMALL, env=replace(SMALL.env, delay=50), video=Video(every=500))
-    session = Session(plan, tmp_path / "r", Silent(), stop=lambda: bool(stopped))
+    session = Session(plan, tmp_path / "r", NullDisplay(), stop=lambda: bool(stopped))
     for _ in session:
         pass
     assert stopped and session.runtime.frames < 1_000
     assert not list((tmp_path / "r" / "videos").iterdir())
-    monkeypatch.setattr(filming.Filming, "_show", shown)
+    monkeypatch.setattr(video.Filming, "_show", shown)
     next(iterate(plan, tmp_path / "r"))  # the next one would be due much later
     assert len(list((tmp_path / "r" / "videos").iterdir())) == 1
 
@@ -459,7 +461,7 @@ def test_what_cannot_be_filmed_is_refused_before_anything_is_written(tmp_path, m
 def test_training_survives_a_film_that_fails(tmp_path):
     notes = []
 
-    class Noting(Silent):
+    class Noting(NullDisplay):
         def note(self, text):
             notes.append(text)
 

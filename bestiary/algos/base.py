@@ -6,16 +6,17 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from bestiary.algos.exploration import Explorer
 from bestiary.cores.base import CoreConfig
 from bestiary.errors import UserError
-from bestiary.exploration import Explorer
 from bestiary.nets import Net
+from bestiary.ops.collective import SINGLE_PROCESS, Collective
+from bestiary.ops.program import Program
 from bestiary.replay.base import ReplayConfig
-from bestiary.together import ALONE, Alone
 from bestiary.types import Batch, Snapshot, Spec, State, TimeStep, Update
 
 if TYPE_CHECKING:
-    from bestiary.tape import Tape
+    pass
 
 
 UNCOMMANDED = "--command is for agents that follow commands (Udrl, Rcp); this one does not"
@@ -30,7 +31,7 @@ class Agent(nn.Module):
     def initial_state(self, batch_size: int) -> State:
         raise NotImplementedError
 
-    def to_tape(self, tape: "Tape") -> int | None:
+    def compile_to(self, program: Program) -> int | None:
         """The network as instructions for compiled acting: where its answer is; None: it has none."""
         return None
 
@@ -45,7 +46,7 @@ class Agent(nn.Module):
         raise UserError(UNCOMMANDED)
 
 
-class Wrapped(Agent):
+class AgentWrapper(Agent):
     """Another agent, with something done on the way: subclasses write `act`."""
 
     def __init__(self, agent: Agent) -> None:
@@ -75,7 +76,7 @@ def apply_gradient(
     optimizer: torch.optim.Optimizer,
     grad_norm: float | None,
     update: int,
-    together: Alone = ALONE,
+    collective: Collective = SINGLE_PROCESS,
 ) -> Tensor:
     """One step down the loss, its gradient clipped to a norm (None: as it is). Returns the norm before.
 
@@ -85,7 +86,7 @@ def apply_gradient(
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
     found = list(module.parameters()) if isinstance(module, nn.Module) else module
-    loss = together.gradients(loss, found)
+    loss = collective.all_reduce_gradients(loss, found)
     norm = nn.utils.clip_grad_norm_(found, math.inf if grad_norm is None else grad_norm)
     if not (torch.isfinite(loss) and torch.isfinite(norm)):
         raise Diverged(

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from bestiary.algos.base import Agent
+from bestiary.algos.exploration import Explorer, Fixed, Novelty
 from bestiary.algos.off_policy import FromUniform, per_horizon, share
 from bestiary.algos.q_learning import QAgent, QLearner, QLearning, report
 from bestiary.cores.base import CoreConfig
 from bestiary.errors import UserError
-from bestiary.exploration import Explorer, Fixed, Novelty
 from bestiary.nets import Net
 from bestiary.types import Batch, Metrics, Spec, Trajectory
 
@@ -35,8 +35,8 @@ class DqnLearner(QLearner):
     def loss(self, t: Trajectory) -> tuple[Tensor, Metrics]:
         j = self.judge(t, trace_decay=self.cfg.trace_decay)
         distance = (j.value.detach() - j.target).abs()
-        loss = (share(j.valid * distance**self.cfg.focus, self.together) * self.error(j)).sum()
-        return loss, report(j, loss, share(j.valid.to(loss.dtype), self.together))
+        loss = (share(j.valid * distance**self.cfg.focus, self.collective) * self.error(j)).sum()
+        return loss, report(j, loss, share(j.valid.to(loss.dtype), self.collective))
 
 
 @dataclass(frozen=True)

@@ -7,19 +7,20 @@ import torch
 from torch import Tensor, nn
 
 from bestiary.algos.base import Agent, apply_gradient, load_weights
+from bestiary.algos.exploration import Explorer, Fixed
 from bestiary.cores.base import CoreConfig
 from bestiary.errors import UserError
-from bestiary.exploration import Explorer, Fixed
 from bestiary.nets import Net, Torso, orthogonal
+from bestiary.nets.optim import LrSchedule, OptimizerConfig, RmsProp
+from bestiary.ops.collective import SINGLE_PROCESS, Collective
 from bestiary.ops.policy import RewardClip, clip_reward, entropy, kl, log_prob, sample
+from bestiary.ops.program import Program
 from bestiary.ops.returns import vtrace
-from bestiary.optim import OptimizerConfig, Pace, RmsProp
 from bestiary.replay.fifo import Fifo
-from bestiary.together import ALONE, Alone
-from bestiary.types import Batch, Metrics, Snapshot, Spec, State, TimeStep, Trajectory, Update, moves
+from bestiary.types import Batch, Metrics, Snapshot, Spec, State, TimeStep, Trajectory, Update, transitions
 
 if TYPE_CHECKING:
-    from bestiary.tape import Tape
+    pass
 
 
 class ImpalaAgent(Agent):
@@ -42,9 +43,9 @@ class ImpalaAgent(Agent):
         h, state = self.torso(step, state)
         return self.policy(h), self.baseline(h).squeeze(-1), state  # [T, B, A], [T, B]
 
-    def to_tape(self, tape: "Tape") -> int | None:
-        h = self.torso.to_tape(tape)
-        return None if h is None else tape.linear(self.policy, h)
+    def compile_to(self, program: Program) -> int | None:
+        h = self.torso.compile_to(program)
+        return None if h is None else program.linear(self.policy, h)
 
     def act(
         self, step: TimeStep, state: State, explore: Tensor | None, rng: torch.Generator
@@ -57,13 +58,13 @@ class ImpalaAgent(Agent):
 
 
 class ImpalaLearner:
-    together: Alone = ALONE
+    collective: Collective = SINGLE_PROCESS
 
     def __init__(self, cfg: "Impala", agent: ImpalaAgent, total_steps: int) -> None:
         self.cfg = cfg
         self.agent = agent
         self.optimizer = cfg.optimizer.build(agent)
-        self.pace = Pace(self.optimizer, total_steps if cfg.lr_decay == "linear" else None)
+        self.lr_schedule = LrSchedule(self.optimizer, total_steps if cfg.lr_decay == "linear" else None)
         self.updates = 0
         self.steps = 0  # agent steps learnt from: the clock of the learning rate
         self.trusted, self.trusted_frames = (None, 0) if cfg.trusted is None else load_trusted(cfg.trusted, agent)
@@ -71,7 +72,7 @@ class ImpalaLearner:
     def loss(self, t: Trajectory) -> tuple[Tensor, Metrics]:
         """Of several learners, one's part: losses and metrics add up."""
         cfg = self.cfg
-        m = moves(t.step, cfg.discount)
+        m = transitions(t.step, cfg.discount)
         logits, value, _ = self.agent(t.step, t.state)
         logits, value, bootstrap = logits[:-1], value[:-1], value[-1].detach()
         action = t.action[:-1]
@@ -90,7 +91,7 @@ class ImpalaLearner:
             cfg.trace_decay,
         )
         weight = m.valid.to(value.dtype)  # rows that lead into another episode teach nothing
-        count = self.together.total(weight.sum()).clamp(min=1)
+        count = self.collective.all_reduce_sum(weight.sum()).clamp(min=1)
         if cfg.reduction == "mean":
             weight = weight / count
         policy_loss = -(weight * log_pi * v.advantages).sum()
@@ -124,10 +125,10 @@ class ImpalaLearner:
     def update(self, batch: Batch) -> Update:
         t = batch.trajectory
         rows, streams = t.action.shape
-        self.pace.at(self.steps)
+        self.lr_schedule.at(self.steps)
         loss, metrics = self.loss(t)
-        norm = apply_gradient(loss, self.agent, self.optimizer, self.cfg.grad_norm, self.updates + 1, self.together)
-        metrics = self.together.total(metrics | {"steps": torch.tensor(float((rows - 1) * streams))})
+        norm = apply_gradient(loss, self.agent, self.optimizer, self.cfg.grad_norm, self.updates + 1, self.collective)
+        metrics = self.collective.all_reduce_sum(metrics | {"steps": torch.tensor(float((rows - 1) * streams))})
         self.updates += 1
         self.steps += int(metrics.pop("steps").item())
         metrics |= {"grad_norm": norm, "learning_rate": torch.tensor(self.optimizer.param_groups[0]["lr"])}
@@ -154,7 +155,7 @@ class ImpalaLearner:
 
 def load_trusted(path: str, agent: ImpalaAgent) -> tuple[ImpalaAgent, int]:
     """The policy of another run, to be stayed close to, and its age in frames; it learns nothing."""
-    from bestiary.run import Run  # a run knows experiments, which know algorithms
+    from bestiary.training.run import Run  # a run knows experiments, which know algorithms
 
     run, spec = Run(path), agent.spec
     other, saved = run.experiment(), run.load()

@@ -7,12 +7,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from bestiary.config import Count, Counts
+from bestiary.config.schema import Count, Counts
 from bestiary.errors import UserError
 from bestiary.nets import Torso
-from bestiary.optim import Adam, OptimizerConfig, Pace
+from bestiary.nets.optim import Adam, LrSchedule, OptimizerConfig
+from bestiary.ops.collective import SINGLE_PROCESS, Collective
 from bestiary.replay.uniform import Uniform
-from bestiary.together import ALONE, Alone
 from bestiary.types import Spec, State, TimeStep, Trajectory
 
 
@@ -75,8 +75,8 @@ class OffPolicy:
     def discount_for(self, spec: Spec) -> float:
         return 1 - per_horizon(spec, "discount") if self.discount is None else self.discount
 
-    def pace(self, optimizer: torch.optim.Optimizer, total_steps: int) -> Pace:
-        return Pace(optimizer, total_steps * self.ratio if self.lr_decay == "linear" else None)
+    def lr_schedule(self, optimizer: torch.optim.Optimizer, total_steps: int) -> LrSchedule:
+        return LrSchedule(optimizer, total_steps * self.ratio if self.lr_decay == "linear" else None)
 
 
 @dataclass(frozen=True)
@@ -158,9 +158,9 @@ def parameter_groups(module: nn.Module, memory_lr: float | None) -> list[dict[st
     return [{"params": rest}, {"params": memory, "lr": memory_lr}]
 
 
-def share(weight: Tensor, together: Alone = ALONE) -> Tensor:
+def share(weight: Tensor, collective: Collective = SINGLE_PROCESS) -> Tensor:
     """[..., T, B]: of a batch, so that all its moves together count as one; of nothing, nothing."""
-    everything = together.total(weight.sum((-2, -1), keepdim=True))
+    everything = collective.all_reduce_sum(weight.sum((-2, -1), keepdim=True))
     return weight / everything.clamp(min=torch.finfo(weight.dtype).tiny)
 
 
@@ -171,7 +171,7 @@ def split(t: Trajectory, rows: int) -> tuple[TimeStep, Trajectory]:
 
 
 @torch.no_grad()
-def up_to_date(torso: Torso, past: TimeStep, state: State) -> State:
+def burn_in_state(torso: Torso, past: TimeStep, state: State) -> State:
     """Memory after the rows before those that are learnt from."""
     state = state or torso.initial_state(past.is_first.shape[1])
     return torso.remember(past, state) if len(past.is_first) else state

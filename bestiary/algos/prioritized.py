@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from bestiary.algos.base import Agent
+from bestiary.algos.exploration import Explorer, Fixed, ladder
 from bestiary.algos.off_policy import share, split
 from bestiary.algos.q_learning import Judged, QAgent, QLearner, QLearning, report
-from bestiary.config import Count, Counts
+from bestiary.config.schema import Count, Counts
 from bestiary.cores.base import CoreConfig
 from bestiary.errors import UserError
-from bestiary.exploration import Explorer, Fixed, ladder
 from bestiary.nets import Net
+from bestiary.nets.optim import Adam, OptimizerConfig
 from bestiary.ops.priorities import sequence_priority
-from bestiary.optim import Adam, OptimizerConfig
 from bestiary.replay.prioritized import Prioritized
 from bestiary.types import Batch, Metrics, Spec, State, Trajectory
 
@@ -94,7 +94,7 @@ class FromPriorities(QLearning):
         """By the values the actor had when it chose: no pass through the network is made for them."""
         assert self.discount is not None
         _, t = split(t, self.burn_in)
-        m = self.moves(t.step, self.discount)
+        m = self.transitions(t.step, self.discount)
         length = self.item.length
         reach = self.reach(m, length)
         q = t.aux["q"]
@@ -131,16 +131,16 @@ class PriorityLearner(QLearner):
         j = self.judge(t, self.cfg.item.length)
         error = self.error(j) if self.cfg.huber else self.error(j) / 2  # half of squares, as both papers have it
         # sums over time: a move counts as much in a short sequence as in a long one
-        loss = (self.weight(batch) * (j.valid * error).sum(0)).mean() * self.together.portion(j.valid.shape[1])
+        loss = (self.weight(batch) * (j.valid * error).sum(0)).mean() * self.collective.batch_fraction(j.valid.shape[1])
         priorities = sequence_priority(j.value.detach() - j.target, j.valid, self.cfg.item.eta)
-        metrics = report(j, loss, share(j.valid.to(loss.dtype), self.together))
+        metrics = report(j, loss, share(j.valid.to(loss.dtype), self.collective))
         return loss, metrics | self.staleness(j, t.aux["q"][self.cfg.burn_in], batch.reached), priorities
 
     def weight(self, batch: Batch) -> Tensor:
         """A replay counts nothing more than once: what is heaviest there may not be so among all of several."""
         assert batch.weight is not None
         heaviest = batch.about.get("heaviest", torch.ones((), device=batch.weight.device))
-        return batch.weight * (heaviest / self.together.most(heaviest))
+        return batch.weight * (heaviest / self.collective.all_reduce_max(heaviest))
 
     def staleness(self, j: Judged, acted: Tensor, reached: State) -> Metrics:
         """How far values, and memory after the burn-in, are from those the actor had at the same row.
@@ -151,7 +151,7 @@ class PriorityLearner(QLearner):
         told = {"q_discrepancy": apart([mine], [theirs]) * theirs.norm() / theirs.amax(-1).norm().clamp(min=1e-6)}
         if any(leaf.is_floating_point() for leaf in reached):
             told["state_discrepancy"] = apart(j.state, reached)
-        return {name: self.together.part * x for name, x in told.items()}
+        return {name: self.collective.fraction * x for name, x in told.items()}
 
 
 def apart(mine: State | list[Tensor], theirs: State | list[Tensor]) -> Tensor:

@@ -9,18 +9,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bestiary.algos.base import Agent, apply_gradient
-from bestiary.algos.off_policy import OffPolicy, Target, parameter_groups, split, up_to_date
+from bestiary.algos.off_policy import OffPolicy, Target, burn_in_state, parameter_groups, split
 from bestiary.cores.base import CoreConfig
 from bestiary.errors import UserError
 from bestiary.nets import Dueling, Net, Torso, at_rows, head
+from bestiary.ops.collective import SINGLE_PROCESS, Collective
 from bestiary.ops.policy import RewardClip, clip_reward, epsilon_greedy
-from bestiary.ops.rescaling import squeeze, unsqueeze
-from bestiary.ops.returns import Reach, n_step, watkins
-from bestiary.together import ALONE, Alone
-from bestiary.types import Batch, Metrics, Moves, Snapshot, Spec, State, TimeStep, Trajectory, Update, moves
+from bestiary.ops.program import Program
+from bestiary.ops.returns import NStep, n_step, watkins_q_lambda
+from bestiary.ops.value_rescaling import value_rescale, value_rescale_inverse
+from bestiary.types import Batch, Metrics, Snapshot, Spec, State, TimeStep, Trajectory, Transitions, Update, transitions
 
 if TYPE_CHECKING:
-    from bestiary.tape import Tape
+    pass
 
 
 class QAgent(Agent):
@@ -65,11 +66,11 @@ class QAgent(Agent):
         q = self.head(h)
         return q if self.legal is None else q.masked_fill(self.forbidden, -torch.inf)
 
-    def to_tape(self, tape: "Tape") -> int | None:
-        h = self.torso.to_tape(tape) if self.legal is None else None
+    def compile_to(self, program: Program) -> int | None:
+        h = self.torso.compile_to(program) if self.legal is None else None
         if h is None:
             return None
-        return self.head.to_tape(tape, h) if isinstance(self.head, Dueling) else tape.layers(self.head, h)
+        return self.head.compile_to(program, h) if isinstance(self.head, Dueling) else program.layers(self.head, h)
 
     def act(
         self, step: TimeStep, state: State, explore: Tensor | None, rng: torch.Generator
@@ -102,20 +103,20 @@ class QLearning(OffPolicy):
             raise UserError(f"algo.n-step={self.n_step} must be at least 1")
         self.check_positive("rescale")
 
-    def moves(self, step: TimeStep, discount: float) -> Moves:
-        m = moves(step, discount)
+    def transitions(self, step: TimeStep, discount: float) -> Transitions:
+        m = transitions(step, discount)
         return m._replace(reward=clip_reward(m.reward, self.reward_clip))
 
-    def reach(self, m: Moves, length: int) -> Reach:
+    def reach(self, m: Transitions, length: int) -> NStep:
         return n_step(*m, self.n_step, length)
 
     def worth(self, q: Tensor) -> Tensor:
         """What the network means."""
-        return q if self.rescale is None else unsqueeze(q, self.rescale)
+        return q if self.rescale is None else value_rescale_inverse(q, self.rescale)
 
     def said(self, value: Tensor) -> Tensor:
         """How the network should say it."""
-        return value if self.rescale is None else squeeze(value, self.rescale)
+        return value if self.rescale is None else value_rescale(value, self.rescale)
 
 
 class Judged(NamedTuple):
@@ -136,7 +137,7 @@ class QLearner:
     looked at, and those they lead to.
     """
 
-    together: Alone = ALONE
+    collective: Collective = SINGLE_PROCESS
 
     def __init__(self, cfg: QLearning, agent: QAgent, total_steps: int) -> None:
         self.cfg = cfg
@@ -144,7 +145,7 @@ class QLearner:
         self.discount = cfg.discount_for(agent.spec)
         self.target = Target(agent, cfg)
         self.optimizer = cfg.optimizer.build(parameter_groups(agent, cfg.memory_lr))
-        self.pace = cfg.pace(self.optimizer, total_steps)
+        self.lr_schedule = cfg.lr_schedule(self.optimizer, total_steps)
         self.updates = 0
 
     def epsilon(self) -> float:
@@ -163,9 +164,9 @@ class QLearner:
         cfg, target = self.cfg, self.target.module
         assert isinstance(target, QAgent)
         past, t = split(t, cfg.burn_in)
-        state = up_to_date(self.agent.torso, past, t.state)
-        target_state = up_to_date(target.torso, past, t.state)
-        m = cfg.moves(t.step, self.discount)
+        state = burn_in_state(self.agent.torso, past, t.state)
+        target_state = burn_in_state(target.torso, past, t.state)
+        m = cfg.transitions(t.step, self.discount)
         length = len(m.reward) if length is None else length
         reach = cfg.reach(m, length)
         if self.agent.torso.memoryless and not trace_decay and 2 * length < len(t.action):
@@ -185,7 +186,7 @@ class QLearner:
         best = (ahead if cfg.double else beyond).argmax(-1)
         next_value = cfg.worth(beyond.gather(-1, best[..., None]).squeeze(-1))
         if trace_decay:
-            y = watkins(*m, next_value, t.action[1:] == ahead.argmax(-1), trace_decay)
+            y = watkins_q_lambda(*m, next_value, t.action[1:] == ahead.argmax(-1), trace_decay)
         else:
             y = reach.target(next_value)
         value = q[:length].gather(-1, t.action[:length, :, None]).squeeze(-1)
@@ -197,10 +198,10 @@ class QLearner:
         return (j.value - j.target).square()
 
     def update(self, batch: Batch) -> Update:
-        self.pace.at(self.updates)
+        self.lr_schedule.at(self.updates)
         loss, metrics, priorities = self.weigh(batch)
-        norm = apply_gradient(loss, self.agent, self.optimizer, self.cfg.grad_norm, self.updates + 1, self.together)
-        metrics = self.together.total(metrics)
+        norm = apply_gradient(loss, self.agent, self.optimizer, self.cfg.grad_norm, self.updates + 1, self.collective)
+        metrics = self.collective.all_reduce_sum(metrics)
         self.updates += 1
         self.target.follow(self.updates)
         self.agent.epsilon.fill_(self.epsilon())

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from bestiary.algos.commanded import Commanded
-from bestiary.config import Count, Numbers
+from bestiary.algos.return_conditioned.learner import Commanded
+from bestiary.config.schema import Count, Numbers
 
 
 @dataclass(frozen=True)

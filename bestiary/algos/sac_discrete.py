@@ -9,17 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from bestiary.algos.base import Agent, apply_gradient
-from bestiary.algos.off_policy import FromUniform, Target, parameter_groups, share, split, up_to_date
+from bestiary.algos.exploration import Explorer, Fixed
+from bestiary.algos.off_policy import FromUniform, Target, burn_in_state, parameter_groups, share, split
 from bestiary.cores.base import CoreConfig
 from bestiary.errors import UserError
-from bestiary.exploration import Explorer, Fixed
 from bestiary.nets import Net, Torso, head
+from bestiary.ops.collective import SINGLE_PROCESS, Collective
 from bestiary.ops.policy import sample
-from bestiary.together import ALONE, Alone
-from bestiary.types import Batch, Metrics, Snapshot, Spec, State, TimeStep, Trajectory, Update, moves
+from bestiary.ops.program import Program
+from bestiary.types import Batch, Metrics, Snapshot, Spec, State, TimeStep, Trajectory, Update, transitions
 
 if TYPE_CHECKING:
-    from bestiary.tape import Tape
+    pass
 
 
 class SacAgent(Agent):
@@ -34,9 +35,9 @@ class SacAgent(Agent):
     def initial_state(self, batch_size: int) -> State:
         return self.torso.initial_state(batch_size)
 
-    def to_tape(self, tape: "Tape") -> int | None:
-        h = self.torso.to_tape(tape)
-        return None if h is None else tape.layers(self.policy, h)
+    def compile_to(self, program: Program) -> int | None:
+        h = self.torso.compile_to(program)
+        return None if h is None else program.layers(self.policy, h)
 
     def act(
         self, step: TimeStep, state: State, explore: Tensor | None, rng: torch.Generator
@@ -65,7 +66,7 @@ class SacLearner:
     loss may also change what it is judged by. With separate encoders it never may.
     """
 
-    together: Alone = ALONE
+    collective: Collective = SINGLE_PROCESS
 
     def __init__(self, cfg: "SacDiscrete", agent: SacAgent, total_steps: int) -> None:
         self.cfg = cfg
@@ -85,19 +86,19 @@ class SacLearner:
             self.everything.register_parameter("log_temperature", self.log_temperature)
             groups[0]["params"].append(self.log_temperature)
         self.optimizer = cfg.optimizer.build(groups)
-        self.pace = cfg.pace(self.optimizer, total_steps)
+        self.lr_schedule = cfg.lr_schedule(self.optimizer, total_steps)
         self.updates = 0
 
     def loss(self, t: Trajectory) -> tuple[Tensor, Metrics]:
         """Of several learners, one's part: losses and metrics add up."""
         cfg = self.cfg
         past, t = split(t, cfg.burn_in)
-        m = moves(t.step, self.discount)
-        weight = share(m.valid.to(m.reward.dtype), self.together)
+        m = transitions(t.step, self.discount)
+        weight = share(m.valid.to(m.reward.dtype), self.collective)
         temperature = self.log_temperature.exp().detach()
 
-        h, _ = self.torso(t.step, up_to_date(self.torso, past, t.state))
-        mine = h if cfg.shared_encoder else self.agent.torso(t.step, up_to_date(self.agent.torso, past, t.state))[0]
+        h, _ = self.torso(t.step, burn_in_state(self.torso, past, t.state))
+        mine = h if cfg.shared_encoder else self.agent.torso(t.step, burn_in_state(self.agent.torso, past, t.state))[0]
         log_pi = self.agent.policy(mine).log_softmax(-1)
         pi = log_pi.exp()
         q = self.critics(h[:-1])  # [2, T, B, A]
@@ -106,12 +107,12 @@ class SacLearner:
             behind = h[1:]
             if self.target_torso is not None:
                 torso: Torso = self.target_torso.module  # type: ignore
-                behind = torso(t.step, up_to_date(torso, past, t.state))[0][1:]
+                behind = torso(t.step, burn_in_state(torso, past, t.state))[0][1:]
             worth = self.target.module(behind).amin(0) - temperature * log_pi[1:]
             y = m.reward + m.discount * (pi[1:] * worth).sum(-1)
         value = q.gather(-1, t.action[None, :-1, :, None].expand(2, -1, -1, -1)).squeeze(-1)
         error = value - y
-        focused = share(m.valid * error.detach().abs() ** cfg.focus, self.together)
+        focused = share(m.valid * error.detach().abs() ** cfg.focus, self.collective)
         critic_loss = 0.5 * (focused * error.square()).sum()
 
         judged = q.amin(0)
@@ -122,23 +123,23 @@ class SacLearner:
         loss = critic_loss + policy_loss
         if cfg.entropy_target is not None:
             wanted = cfg.entropy_target * math.log(self.agent.spec.num_actions)
-            loss = loss + self.log_temperature.exp() * (entropy.detach() - self.together.part * wanted)
+            loss = loss + self.log_temperature.exp() * (entropy.detach() - self.collective.fraction * wanted)
         return loss, {
             "loss": loss.detach(),
             "critic_loss": critic_loss.detach(),
             "policy_loss": policy_loss.detach(),
             "entropy": entropy.detach(),
-            "temperature": self.together.part * temperature,
+            "temperature": self.collective.fraction * temperature,
             "q": (weight * value.detach().mean(0)).sum(),
         }
 
     def update(self, batch: Batch) -> Update:
-        self.pace.at(self.updates)
+        self.lr_schedule.at(self.updates)
         loss, metrics = self.loss(batch.trajectory)
         norm = apply_gradient(
-            loss, self.everything, self.optimizer, self.cfg.grad_norm, self.updates + 1, self.together
+            loss, self.everything, self.optimizer, self.cfg.grad_norm, self.updates + 1, self.collective
         )
-        metrics = self.together.total(metrics)
+        metrics = self.collective.all_reduce_sum(metrics)
         self.updates += 1
         self.target.follow(self.updates)
         if self.target_torso is not None:

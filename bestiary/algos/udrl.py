@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from bestiary.algos.commanded import Commanded
+from bestiary.algos.return_conditioned.learner import Commanded
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ BENCHMARKS = {  # name -> (module, or module:settings where it has several, what
         "consoles whose memory can be read, ours and envpool's, and those of which it cannot",
     ),
     "cluster": ("cluster", "the same experiment by Ray and in one process, and where the time goes"),
-    "scaling": ("scaling", "what a cluster of up to 1,000 actors would do, by simulation and on paper"),
+    "scaling": ("scaling.report", "what a cluster of up to 1,000 actors would do, by simulation and on paper"),
     "findings": ("findings", "what the CPU settings are worth to the learner: allocator, memory layout"),
 }
 

@@ -13,8 +13,8 @@ from rich.table import Table
 
 from bestiary import tree
 from bestiary.bench import medians
-from bestiary.experiment import Experiment
-from bestiary.machine import cores
+from bestiary.config.experiment import Experiment
+from bestiary.config.machine import cores
 from bestiary.presets import preset
 from bestiary.runtime import Local, Overlap, Ray
 from bestiary.runtime.local import LocalRuntime
@@ -87,7 +87,7 @@ def parts(cfg: Settings) -> dict[str, float]:
     """Seconds of each part alone, with nothing else running: an unroll, an update, and what the way between costs."""
     import ray
 
-    from bestiary.cluster.wire import Flat, pack, unpack
+    from bestiary.runtime.ray.wire import Flat, pack, unpack
 
     with closing(LocalRuntime(atari(cfg, Local(envs=cfg.envs, threads=1)))) as runtime:
         next(iter(runtime))
@@ -117,8 +117,8 @@ def parts(cfg: Settings) -> dict[str, float]:
 
 def main(cfg: Settings) -> dict[str, Any]:
     """Sides are measured in turn, each in a cluster of its own, and compared by their medians."""
-    from bestiary.cluster.connect import connect, disconnect
-    from bestiary.extras import require
+    from bestiary.config.extras import require
+    from bestiary.runtime.ray.cluster import connect, disconnect
 
     require("ray", "ray")
     connect(None, 2**28)

@@ -10,10 +10,10 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from bestiary.bench import medians
+from bestiary.config.machine import cores as usable_cores
+from bestiary.config.machine import keep_memory
 from bestiary.cores import DeltaNet, DeltaRnn, Gpt, Gru, LinearTransformer, Lstm, RecurrentDeltaNet
 from bestiary.cores.base import Core, CoreConfig
-from bestiary.machine import cores as usable_cores
-from bestiary.machine import keep_memory
 from bestiary.ops import fastweights
 from bestiary.ops.fastweights import chunked, loops
 from bestiary.ops.fastweights.loops import RULES, Recurrence

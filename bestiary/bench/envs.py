@@ -36,10 +36,10 @@ def sides(cfg: Settings, name: str) -> dict[str, Callable[[], object]]:
     """Random play of `cfg.steps` steps; the single environment takes as many as each of the others."""
     chosen = np.random.default_rng(0).integers(0, 4, (cfg.steps, cfg.envs))
     vector = gymnasium.make_vec(f"bestiary/{name}-v0", num_envs=cfg.envs)
-    world = TASKS[name].make(cfg.envs, 0, TRAIN, 1)
+    env_batch = TASKS[name].make(cfg.envs, 0, TRAIN, 1)
     alone = gymnasium.make(f"bestiary/{name}-v0")
     vector.reset(seed=0)
-    world.reset()
+    env_batch.reset()
     alone.reset(seed=0)
 
     def play_vector() -> None:
@@ -48,7 +48,7 @@ def sides(cfg: Settings, name: str) -> dict[str, Callable[[], object]]:
 
     def play_world() -> None:
         for action in torch.from_numpy(chosen):
-            world.step(action)
+            env_batch.step(action)
 
     def play_alone() -> None:
         for action in chosen.flat[:: cfg.envs]:

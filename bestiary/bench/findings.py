@@ -34,7 +34,7 @@ def child(off: str, net: str, unroll: int, envs: int, threads: int | None) -> fl
     import torch
 
     from bestiary.algos.impala import ImpalaLearner
-    from bestiary.machine import cores, keep_memory
+    from bestiary.config.machine import cores, keep_memory
     from bestiary.nets import Resnet, Shallow
     from bestiary.presets import preset
     from bestiary.types import Spec, TimeStep, Trajectory

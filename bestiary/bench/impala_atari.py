@@ -10,7 +10,7 @@ from rich.table import Table
 
 from bestiary.algos.impala import ImpalaLearner
 from bestiary.bench import medians
-from bestiary.envs.atari import AtariWorld
+from bestiary.envs.atari import AtariEnvBatch
 from bestiary.nets import Resnet, Shallow
 from bestiary.presets import preset
 from bestiary.runtime.local import LocalRuntime
@@ -46,8 +46,8 @@ def measure(cfg: Settings, net: str) -> dict[str, float]:
     assert isinstance(runtime, LocalRuntime)
     loop = iter(runtime)
     next(loop)
-    world, actor, learner = runtime.world, runtime.actor, runtime.learner
-    assert isinstance(world, AtariWorld)
+    env_batch, actor, learner = runtime.env_batch, runtime.actor, runtime.learner
+    assert isinstance(env_batch, AtariEnvBatch)
     assert isinstance(learner, ImpalaLearner)
     rng = np.random.default_rng(0)
     trajectory, _ = actor.unroll()
@@ -56,7 +56,7 @@ def measure(cfg: Settings, net: str) -> dict[str, float]:
 
     def emulate() -> None:
         for _ in range(cfg.unroll):
-            world.env.step(rng.integers(0, world.spec.num_actions, cfg.envs))
+            env_batch.env.step(rng.integers(0, env_batch.spec.num_actions, cfg.envs))
 
     explore = torch.zeros(cfg.envs)
 

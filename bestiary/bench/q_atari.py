@@ -14,15 +14,15 @@ from rich.console import Console
 from rich.table import Table
 
 from bestiary import tree
-from bestiary.actor import Actor
+from bestiary.acting.actor import Actor
 from bestiary.algos import Apex, R2d2
 from bestiary.bench import medians
-from bestiary.config import Count
+from bestiary.config.experiment import Experiment
+from bestiary.config.machine import cores
+from bestiary.config.schema import Count
 from bestiary.envs import Atari
-from bestiary.envs.atari import AtariWorld
+from bestiary.envs.atari import AtariEnvBatch
 from bestiary.errors import UserError
-from bestiary.experiment import Experiment
-from bestiary.machine import cores
 from bestiary.presets import preset
 from bestiary.replay.prioritized import PrioritizedReplay
 from bestiary.runtime import Local, Overlap
@@ -101,14 +101,14 @@ class Parts:
         self.learner, self.device = runtime.learner, runtime.device
         algo, envs = experiment.algo, experiment.runtime.envs
         assert isinstance(algo, Apex | R2d2)
-        world = experiment.env.make(envs, experiment.seed, TRAIN, experiment.runtime.threads or cores())
-        assert isinstance(world, AtariWorld)
-        self.world, self.envs, self.unroll = world, envs, algo.unroll
+        env_batch = experiment.env.make(envs, experiment.seed, TRAIN, experiment.runtime.threads or cores())
+        assert isinstance(env_batch, AtariEnvBatch)
+        self.env_batch, self.envs, self.unroll = env_batch, envs, algo.unroll
         agent = copy.deepcopy(self.learner.agent)
-        self.actor = Actor(world, agent, algo.explorer(envs), algo.unroll, 0, self.device)
+        self.actor = Actor(env_batch, agent, algo.explorer(envs), algo.unroll, 0, self.device)
         self.trajectory, _ = self.actor.unroll()
-        self.replay = replace(algo, ratio=ALWAYS).replay(envs).build(0, world.spec, agent.initial_state(1))
-        while self.replay.ring.newest < self.replay.ring.slots or self.replay.meter.due < 1:
+        self.replay = replace(algo, ratio=ALWAYS).replay(envs).build(0, env_batch.spec, agent.initial_state(1))
+        while self.replay.ring.newest < self.replay.ring.slots or self.replay.rate_limiter.due < 1:
             self.write()
         self.rng = np.random.default_rng(0)
         self.batches: list[Batch] = []
@@ -116,7 +116,7 @@ class Parts:
 
     def emulate(self) -> None:
         for _ in range(self.unroll):
-            self.world.env.step(self.rng.integers(0, self.world.spec.num_actions, self.envs))
+            self.env_batch.env.step(self.rng.integers(0, self.env_batch.spec.num_actions, self.envs))
 
     @torch.no_grad()
     def act(self) -> None:
@@ -148,10 +148,10 @@ def fill(runtime: LocalRuntime) -> None:
     """Play until updates may begin, and take those that the moves so far allow for made."""
     replay = runtime.replay
     assert isinstance(replay, PrioritizedReplay)
-    while replay.meter.moves < replay.meter.warmup:
+    while replay.rate_limiter.moves < replay.rate_limiter.warmup:
         trajectory, _ = runtime.actor.unroll()
         replay.add(trajectory)
-    replay.meter.batches = int(replay.meter.ratio * replay.meter.moves)
+    replay.rate_limiter.batches = int(replay.rate_limiter.ratio * replay.rate_limiter.moves)
 
 
 class Loop:
@@ -203,7 +203,7 @@ def measure(cfg: Settings) -> dict[str, float]:
             "write_back": parts.write_back,
             "loop": loop.run,
         }
-        with closing(parts.world):
+        with closing(parts.env_batch):
             seconds = medians(sides, cfg.rounds)
         threads = runtime.threads
     per_unroll, per_update = 1 / (algo.unroll * cfg.envs), algo.ratio / UPDATES

@@ -14,9 +14,9 @@ from rich.table import Table
 
 from bestiary.algos import Apex
 from bestiary.bench import medians
-from bestiary.config import Count
+from bestiary.config.machine import keep_memory
+from bestiary.config.schema import Count
 from bestiary.errors import UserError
-from bestiary.machine import keep_memory
 from bestiary.ops.priorities import importance
 from bestiary.replay.prioritized import PrioritizedReplay
 from bestiary.replay.sum_tree import SumTree

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bestiary.bench import medians
+from bestiary.config.extras import available
+from bestiary.config.machine import cores
 from bestiary.envs import Atari, Riverraid
-from bestiary.extras import available
-from bestiary.machine import cores
 from bestiary.seeding import TRAIN
 
 BUTTONS = 18
@@ -39,14 +39,14 @@ def sides(cfg: Settings) -> dict[str, Callable[[], object]]:
         f"ours, {threads} processes": Riverraid(processes=True).make(cfg.envs, 0, TRAIN, threads),
         f"ale-py without memory, {threads} threads": Atari("Riverraid").make(cfg.envs, 0, TRAIN, threads),
     }
-    for world in worlds.values():
-        world.reset()
+    for env_batch in worlds.values():
+        env_batch.reset()
 
-    def play(world: Any) -> None:
+    def play(env_batch: Any) -> None:
         for action in torch.from_numpy(chosen):
-            world.step(action)
+            env_batch.step(action)
 
-    found: dict[str, Callable[[], object]] = {name: lambda w=world: play(w) for name, world in worlds.items()}
+    found: dict[str, Callable[[], object]] = {name: lambda w=env_batch: play(w) for name, env_batch in worlds.items()}
     if available("envpool"):
         found[f"envpool, {threads} threads"] = envpool_side(cfg, chosen, threads)
     return found

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from bestiary.errors import UserError
+from bestiary.ops.program import Program
 from bestiary.types import State
 
 if TYPE_CHECKING:
-    from bestiary.tape import Tape
+    pass
 
 
 class Core(nn.Module):
@@ -31,7 +32,7 @@ class Core(nn.Module):
     def forward(self, x: Tensor, is_first: Tensor, state: State) -> tuple[Tensor, State]:
         raise NotImplementedError
 
-    def to_tape(self, tape: "Tape", x: int) -> int | None:
+    def compile_to(self, program: Program, x: int) -> int | None:
         """This memory as instructions for compiled acting: input at x, where the output is; None: it has none."""
         return None
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from bestiary.cores.base import Core
-from bestiary.cores.fast import FastCore, FastLayer, FastWeights
+from bestiary.cores.fast_weights import FastCore, FastLayer, FastWeights
 from bestiary.ops import fastweights
 from bestiary.ops.fastweights.loops import FeatureMap, feature_map
 from bestiary.types import State

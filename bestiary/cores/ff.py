@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from bestiary.cores.base import Core
+from bestiary.ops.program import Program
 from bestiary.types import State
 
 if TYPE_CHECKING:
-    from bestiary.tape import Tape
+    pass
 
 
 class FfCore(Core):
@@ -20,7 +21,7 @@ class FfCore(Core):
     def initial_state(self, batch_size: int) -> State:
         return ()
 
-    def to_tape(self, tape: "Tape", x: int) -> int:
+    def compile_to(self, program: Program, x: int) -> int:
         return x
 
     def forward(self, x: Tensor, is_first: Tensor, state: State) -> tuple[Tensor, State]:

@@ -98,8 +98,8 @@ def turn(ring: Tensor, rows: Tensor, view: View) -> Tensor:
 
 def waves(position: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     """Sine and cosine of the position at width / 2 wavelengths, from 2 pi to 20,000 pi: [..., width / 2, 2]."""
-    pace = torch.arange(0, width, 2, device=position.device, dtype=torch.float64) * (-math.log(10000.0) / width)
-    angle = position[..., None].to(torch.float64) * pace.exp()
+    lr_schedule = torch.arange(0, width, 2, device=position.device, dtype=torch.float64) * (-math.log(10000.0) / width)
+    angle = position[..., None].to(torch.float64) * lr_schedule.exp()
     return torch.stack([angle.sin(), angle.cos()], -1).to(dtype)
 
 

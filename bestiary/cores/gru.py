@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from bestiary.cores.base import Core
-from bestiary.cores.gated import Gated, GatedCore
+from bestiary.cores.rnn import Gated, GatedCore
 
 
 @dataclass(frozen=True)

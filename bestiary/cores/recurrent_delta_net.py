@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from bestiary.cores.base import Core
-from bestiary.cores.fast import FastCore, FastLayer, FastWeights
+from bestiary.cores.fast_weights import FastCore, FastLayer, FastWeights
 from bestiary.ops import fastweights
 from bestiary.ops.fastweights.loops import FeatureMap, Recurrence, feature_map
 from bestiary.types import State

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bestiary.envs.world import Raw, World
+from bestiary.config.extras import require
+from bestiary.config.suggestions import did_you_mean
+from bestiary.envs.env_batch import EnvBatch, Raw
 from bestiary.errors import UserError
-from bestiary.extras import require
 from bestiary.seeding import derive
-from bestiary.suggest import did_you_mean
 from bestiary.types import Snapshot, Spec
 
 FRAMES_PER_SECOND = 60  # of the console
@@ -83,7 +83,7 @@ class Twins:
         self.shown.close()
 
 
-class AtariWorld(World):
+class AtariEnvBatch(EnvBatch):
     """Games run on, whatever ends for the learner: a lost life is terminal, and only a new game is_first.
 
     Games of one life are the exception: the first lost life ends them, and the whole game starts anew.
@@ -252,5 +252,5 @@ class Atari:
         if self.time_limit_frames <= self.noop_max + 2 * self.frame_skip:
             raise UserError(f"env.time-limit-frames={self.time_limit_frames} leaves no time to play after the no-ops")
 
-    def make(self, num_envs: int, seed: int, stream: int, threads: int) -> World:
-        return AtariWorld(self, num_envs, seed, stream, threads)
+    def make(self, num_envs: int, seed: int, stream: int, threads: int) -> EnvBatch:
+        return AtariEnvBatch(self, num_envs, seed, stream, threads)

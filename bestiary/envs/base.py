@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple, Protocol
 
-from bestiary.envs.world import World
+from bestiary.envs.env_batch import EnvBatch
 
 
 class References(NamedTuple):
@@ -39,4 +39,4 @@ class EnvConfig(Protocol):
     `seed` and `stream` address its random numbers: worlds of different streams never meet.
     """
 
-    def make(self, num_envs: int, seed: int, stream: int, threads: int) -> World: ...
+    def make(self, num_envs: int, seed: int, stream: int, threads: int) -> EnvBatch: ...

@@ -9,7 +9,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
-from bestiary.envs.world import Raw, World
+from bestiary.envs.env_batch import EnvBatch, Raw
 from bestiary.errors import UserError
 from bestiary.seeding import derive, hash64
 from bestiary.types import Snapshot, Spec
@@ -136,7 +136,7 @@ class SingleEnv(gym.Env):
         return None if frames is None else frames[0]
 
 
-class BatchedWorld(World):
+class VectorEnvBatch(EnvBatch):
     """A batched environment as rows. Its state is a few arrays, so it continues exactly after a restart."""
 
     def __init__(self, name: str, env: BatchedEnv, seed: int, stream: int) -> None:

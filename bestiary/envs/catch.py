@@ -7,8 +7,8 @@ import numpy as np
 from gymnasium.spaces import Box, Discrete
 from numpy.typing import NDArray
 
-from bestiary.envs.batched import BatchedEnv, BatchedWorld
-from bestiary.envs.world import World
+from bestiary.envs.batched import BatchedEnv, VectorEnvBatch
+from bestiary.envs.env_batch import EnvBatch
 from bestiary.errors import UserError
 
 
@@ -69,5 +69,5 @@ class Catch:
     def __post_init__(self) -> None:
         CatchEnv(1, self.rows, self.columns)
 
-    def make(self, num_envs: int, seed: int, stream: int, threads: int) -> World:
-        return BatchedWorld("Catch", CatchEnv(num_envs, self.rows, self.columns), seed, stream)
+    def make(self, num_envs: int, seed: int, stream: int, threads: int) -> EnvBatch:
+        return VectorEnvBatch("Catch", CatchEnv(num_envs, self.rows, self.columns), seed, stream)

@@ -9,10 +9,10 @@ from gymnasium.spaces import Box, Discrete
 from numpy.typing import NDArray
 
 from bestiary import seeding
-from bestiary.compiling import compiler
+from bestiary.config.suggestions import did_you_mean
 from bestiary.envs.batched import BatchedEnv
 from bestiary.errors import UserError
-from bestiary.suggest import did_you_mean
+from bestiary.ops.jit import compiler
 from bestiary.types import Snapshot
 
 compiled = compiler()

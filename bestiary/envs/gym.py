@@ -18,11 +18,11 @@ import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from numpy.typing import NDArray
 
-from bestiary.envs.world import Raw, World
+from bestiary.config.extras import require
+from bestiary.config.suggestions import did_you_mean
+from bestiary.envs.env_batch import EnvBatch, Raw
 from bestiary.errors import UserError
-from bestiary.extras import require
 from bestiary.seeding import derive
-from bestiary.suggest import did_you_mean
 from bestiary.types import Snapshot, Spec
 
 NAMES = "component_names"  # by this attribute an environment tells what its reward could be made of
@@ -74,7 +74,7 @@ class Probe(NamedTuple):
 
     spec: Spec
     channels_last: bool  # of its pictures
-    components: tuple[str, ...]  # of its reward, where it is a `bestiary.proxy`
+    components: tuple[str, ...]  # of its reward, where it is a `bestiary.envs.reward_components`
     has_lives: bool
 
 
@@ -220,7 +220,7 @@ class Shards:
         self.workers = []
 
 
-class GymWorld(World):
+class GymEnvBatch(EnvBatch):
     def __init__(
         self, cfg: "Gym", num_envs: int, seed: int, stream: int, threads: int, wrapper: Wrapper | None = None
     ) -> None:
@@ -321,5 +321,5 @@ class Gym:
     processes: bool = False
     """share the environments out among processes, one per thread (unless set: per core)"""
 
-    def make(self, num_envs: int, seed: int, stream: int, threads: int) -> World:
-        return GymWorld(self, num_envs, seed, stream, threads)
+    def make(self, num_envs: int, seed: int, stream: int, threads: int) -> EnvBatch:
+        return GymEnvBatch(self, num_envs, seed, stream, threads)

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bestiary.envs.gym import Gym, GymWorld
-from bestiary.envs.world import Raw, World
+from bestiary.config.extras import MissingExtra, available, require
+from bestiary.config.suggestions import did_you_mean
+from bestiary.envs.env_batch import EnvBatch, Raw
+from bestiary.envs.gym import Gym, GymEnvBatch
 from bestiary.errors import UserError
-from bestiary.extras import MissingExtra, available, require
 from bestiary.seeding import derive
-from bestiary.suggest import did_you_mean
 from bestiary.types import Spec
 
 ID = "LunarLander-v3"
@@ -37,7 +37,7 @@ class Sparse(gymnasium.Wrapper):
         return obs, self.owed if terminated or truncated else 0.0, terminated, truncated, info
 
 
-class EnvpoolWorld(World):
+class EnvpoolEnvBatch(EnvBatch):
     """All games in one pool of C++ threads.
 
     A slot draws all its games from the one stream it was seeded with, and the pool cannot be saved.
@@ -113,8 +113,8 @@ class LunarLander:
         """The game as published, whatever made training quicker."""
         return replace(self, limit=None, backend="gymnasium", processes=False)
 
-    def make(self, num_envs: int, seed: int, stream: int, threads: int) -> World:
+    def make(self, num_envs: int, seed: int, stream: int, threads: int) -> EnvBatch:
         if self.backend == "envpool":
-            return EnvpoolWorld(self, num_envs, seed, stream, threads)
+            return EnvpoolEnvBatch(self, num_envs, seed, stream, threads)
         game = Gym(ID, {"max_episode_steps": self.limit or MOVES}, self.processes)
-        return GymWorld(game, num_envs, seed, stream, threads, Sparse if self.sparse else None)
+        return GymEnvBatch(game, num_envs, seed, stream, threads, Sparse if self.sparse else None)

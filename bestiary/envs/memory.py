@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from bestiary.config.suggestions import did_you_mean
 from bestiary.envs.base import References
-from bestiary.envs.batched import BatchedWorld
-from bestiary.envs.world import World
+from bestiary.envs.batched import VectorEnvBatch
+from bestiary.envs.env_batch import EnvBatch
 from bestiary.errors import UserError
 from bestiary.seeding import derive
-from bestiary.suggest import did_you_mean
 
 Colours = Literal["per_episode", "per_run", "upstream"]
 
@@ -41,11 +41,11 @@ class TMaze:
     def references(self) -> References:
         return References("score", 1.0, 0.5)
 
-    def make(self, num_envs: int, seed: int, stream: int, threads: int) -> World:
+    def make(self, num_envs: int, seed: int, stream: int, threads: int) -> EnvBatch:
         from bestiary.envs.tmaze import TMazeEnv
 
         env = TMazeEnv(num_envs, self.length, self.active, self.oracle)
-        return BatchedWorld("TMazeActive" if self.active else "TMazePassive", env, seed, stream)
+        return VectorEnvBatch("TMazeActive" if self.active else "TMazePassive", env, seed, stream)
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ class VisualMatch:
     def references(self) -> References:
         return References("success", 1.0, 1 / 3)
 
-    def make(self, num_envs: int, seed: int, stream: int, threads: int) -> World:
+    def make(self, num_envs: int, seed: int, stream: int, threads: int) -> EnvBatch:
         from bestiary.envs.visual_match import VisualMatchEnv
 
         colour_seed = derive(seed) if self.colours == "per_run" else derive(seed, stream)
         env = VisualMatchEnv(num_envs, self.length, self.colours, colour_seed, self.oracle)
-        return BatchedWorld("VisualMatch", env, seed, stream)
+        return VectorEnvBatch("VisualMatch", env, seed, stream)
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class KeyToDoor:
     def references(self) -> References:
         return References("success", 1.0, 0.0)
 
-    def make(self, num_envs: int, seed: int, stream: int, threads: int) -> World:
+    def make(self, num_envs: int, seed: int, stream: int, threads: int) -> EnvBatch:
         from bestiary.envs.key_to_door import KeyToDoorEnv
 
-        return BatchedWorld("KeyToDoor", KeyToDoorEnv(num_envs, self.length, self.oracle), seed, stream)
+        return VectorEnvBatch("KeyToDoor", KeyToDoorEnv(num_envs, self.length, self.oracle), seed, stream)

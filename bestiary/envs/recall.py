@@ -8,8 +8,8 @@ from gymnasium.spaces import Box, Discrete
 from numpy.typing import NDArray
 
 from bestiary.envs.base import References
-from bestiary.envs.batched import BatchedEnv, BatchedWorld
-from bestiary.envs.world import World
+from bestiary.envs.batched import BatchedEnv, VectorEnvBatch
+from bestiary.envs.env_batch import EnvBatch
 from bestiary.errors import UserError
 
 
@@ -79,5 +79,5 @@ class Recall:
     def references(self) -> References:
         return References("score", 1.0, 1 / self.cues)
 
-    def make(self, num_envs: int, seed: int, stream: int, threads: int) -> World:
-        return BatchedWorld("Recall", RecallEnv(num_envs, self.delay, self.cues), seed, stream)
+    def make(self, num_envs: int, seed: int, stream: int, threads: int) -> EnvBatch:
+        return VectorEnvBatch("Recall", RecallEnv(num_envs, self.delay, self.cues), seed, stream)

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bestiary.config.extras import require
 from bestiary.envs.atari import FRAMES_PER_SECOND, emulator
-from bestiary.envs.gym import Gym, GymWorld
-from bestiary.envs.world import Raw, World
+from bestiary.envs.env_batch import EnvBatch, Raw
+from bestiary.envs.gym import Gym, GymEnvBatch
+from bestiary.envs.reward_components import Components, Move, Named, Proxy, Weights, parse_reward, plain
 from bestiary.errors import UserError
-from bestiary.extras import require
 from bestiary.ops.policy import RewardClip, clip_reward
-from bestiary.proxy import Components, Move, Named, Proxy, Weights, parse_reward, plain
 
 ID = "bestiary/Riverraid-v0"
 X, SHOT, FUEL_HIGH, FUEL_LOW, SHAPE = 51, 50, 55, 56, 58
@@ -274,7 +274,7 @@ def riverraid(reward: str = "score", **settings: Any) -> gymnasium.Env:
     return Proxy(RiverraidGame(**settings), COMPONENTS, reward, PROXIES)
 
 
-class RiverraidWorld(GymWorld):
+class RiverraidEnvBatch(GymEnvBatch):
     """For the learner a lost life may be an end, while the game and the memory go on."""
 
     def __init__(self, cfg: "Riverraid", num_envs: int, seed: int, stream: int, threads: int) -> None:
@@ -343,6 +343,6 @@ class Riverraid:
             for part in inert(reward_of(self.reward), clip)
         ]
 
-    def make(self, num_envs: int, seed: int, stream: int, threads: int) -> World:
+    def make(self, num_envs: int, seed: int, stream: int, threads: int) -> EnvBatch:
         require("ale_py", "atari")
-        return RiverraidWorld(self, num_envs, seed, stream, threads)
+        return RiverraidEnvBatch(self, num_envs, seed, stream, threads)

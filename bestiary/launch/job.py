@@ -4,9 +4,9 @@ import re
 from dataclasses import dataclass
 from itertools import pairwise
 
+from bestiary.config.suggestions import did_you_mean
 from bestiary.errors import UserError
 from bestiary.presets import PRESETS
-from bestiary.suggest import did_you_mean
 
 VERBS = ("train", "sweep", "study")
 EXAMPLE = "-- train pong runtime:ray --runtime.actors 16"

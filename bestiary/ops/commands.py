@@ -8,7 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bestiary.compiling import compiler
+from bestiary.ops.collective import Moments, moments
+from bestiary.ops.jit import compiler
 
 Floats = NDArray[np.float64]
 
@@ -68,16 +69,6 @@ def reduce(command: Tensor, reward: Tensor, discount: float, most: float) -> Ten
     rest = ((command[:, 0] - reward) / discount).clamp(max=most)
     left = (command[:, 1:] - 1).clamp(min=1)
     return torch.cat([rest[:, None], left], 1)
-
-
-class Moments(NamedTuple):
-    number: int
-    mean: Tensor
-    std: Tensor  # of a sample; of one number alone, 0
-
-
-def moments(x: Tensor) -> Moments:
-    return Moments(len(x), x.mean(), x.std() if len(x) > 1 else x.new_zeros(()))
 
 
 def zscore(x: Tensor, valid: Tensor | None = None, moments: Callable[[Tensor], Moments] = moments) -> Tensor:

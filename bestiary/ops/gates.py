@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from bestiary.compiling import compiler
-from bestiary.ops.rows import load, sigmoid, spread, store, tanh, zeros
+from bestiary.ops.jit import compiler
+from bestiary.ops.simd import load, sigmoid, spread, store, tanh, zeros
 
 compiled = compiler(error_model="numpy")
 

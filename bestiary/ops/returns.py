@@ -59,7 +59,7 @@ def vtrace(
 
 
 @torch.no_grad()
-def watkins(
+def watkins_q_lambda(
     reward: Tensor, discount: Tensor, valid: Tensor, next_value: Tensor, greedy: Tensor, trace_decay: float
 ) -> Tensor:
     """Watkins's Q(lambda): targets of the moves of a chunk, [T, B].
@@ -75,10 +75,10 @@ def watkins(
 
 def lambda_returns(reward: Tensor, discount: Tensor, valid: Tensor, next_value: Tensor, trace_decay: float) -> Tensor:
     """TD(lambda): G_t = r_t + discount_t ((1 - lambda) V_t+1 + lambda G_t+1), [T, B]; after the last move G is V."""
-    return watkins(reward, discount, valid, next_value, torch.ones_like(valid), trace_decay)
+    return watkins_q_lambda(reward, discount, valid, next_value, torch.ones_like(valid), trace_decay)
 
 
-class Reach(NamedTuple):
+class NStep(NamedTuple):
     """n moves ahead: a target is reward + discount * the value of the row reached."""
 
     reward: Tensor  # [L, B] discounted, of all moves on the way
@@ -91,7 +91,7 @@ class Reach(NamedTuple):
 
 
 @torch.no_grad()
-def n_step(reward: Tensor, discount: Tensor, valid: Tensor, n: int, length: int | None = None) -> Reach:
+def n_step(reward: Tensor, discount: Tensor, valid: Tensor, n: int, length: int | None = None) -> NStep:
     """Where the first `length` moves of a chunk (None: all) lead in n moves.
 
     An episode that is over before has fewer; where it was cut by a time limit, its last row is reached. So it is at the
@@ -109,4 +109,4 @@ def n_step(reward: Tensor, discount: Tensor, valid: Tensor, n: int, length: int 
         total[:there] += torch.where(on, factor[:there] * reward[k : k + there], 0)
         factor[:there] *= torch.where(on, discount[k : k + there], 1)
         row += going
-    return Reach(total, factor, row)
+    return NStep(total, factor, row)

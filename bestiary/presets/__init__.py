@@ -3,12 +3,12 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from bestiary.config.suggestions import did_you_mean
 from bestiary.errors import UserError
 from bestiary.presets.budgets import MEMORY_RL, QUICK
-from bestiary.suggest import did_you_mean
 
 if TYPE_CHECKING:
-    from bestiary.experiment import Experiment
+    from bestiary.config.experiment import Experiment
 
 # name -> (module, what it is); kept here so that listing and completing names costs no import
 PRESETS: dict[str, tuple[str, str]] = {

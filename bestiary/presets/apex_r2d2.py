@@ -9,11 +9,11 @@ Sequences of R2D2 may run from one episode into the next, where memory is emptie
 from dataclasses import replace
 
 from bestiary.algos import Apex, R2d2
+from bestiary.config.experiment import Checkpoints, Evaluation, Experiment
 from bestiary.cores import Ff, Lstm
 from bestiary.envs import Atari
-from bestiary.experiment import Checkpoints, Evaluation, Experiment
 from bestiary.nets import Net, Shallow
-from bestiary.optim import Adam, RmsProp, RmsPropTf
+from bestiary.nets.optim import Adam, RmsProp, RmsPropTf
 from bestiary.presets.memory_rl import quick_tmaze
 from bestiary.runtime import Local, Overlap
 

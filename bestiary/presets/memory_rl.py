@@ -10,11 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from bestiary.algos import Dqn, SacDiscrete
+from bestiary.config.experiment import Evaluation, Experiment
 from bestiary.cores import CoreConfig, DeltaNet, DeltaRnn, Ff, Gpt, Gru, LinearTransformer, Lstm, RecurrentDeltaNet
 from bestiary.envs import KeyToDoor, TMaze, VisualMatch
-from bestiary.experiment import Evaluation, Experiment
 from bestiary.nets import Mlp, Net, SmallCnn
-from bestiary.optim import Adam
+from bestiary.nets.optim import Adam
 from bestiary.presets.budgets import MEMORY_RL, QUICK
 from bestiary.runtime import Local
 

@@ -6,10 +6,10 @@ gradient through them; these presets use the whole chunk, and `--core.bptt 1` gi
 
 from dataclasses import replace
 
+from bestiary.config.experiment import Checkpoints, Evaluation
 from bestiary.cores import DeltaNet, DeltaRnn, Ff, LinearTransformer, Lstm, RecurrentDeltaNet
 from bestiary.envs import Atari
-from bestiary.experiment import Checkpoints, Evaluation
-from bestiary.optim import RmsProp
+from bestiary.nets.optim import RmsProp
 from bestiary.presets.torchbeast import FRAME_SKIP, polybeast
 from bestiary.runtime import Local
 

@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 from bestiary.algos import Dqn, Impala
+from bestiary.config.experiment import Evaluation, Experiment
 from bestiary.cores import Ff, Lstm
 from bestiary.envs import Atari, Catch, Gym, Recall, Riverraid
-from bestiary.experiment import Evaluation, Experiment
 from bestiary.nets import Mlp, Net, Shallow
-from bestiary.optim import Adam, RmsProp
+from bestiary.nets.optim import Adam, RmsProp
 from bestiary.runtime import Local
 
 recall = Experiment(

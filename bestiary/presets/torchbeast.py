@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 from bestiary.algos import Impala
+from bestiary.config.experiment import Evaluation, Experiment
 from bestiary.cores import Ff
 from bestiary.envs import Atari
-from bestiary.experiment import Evaluation, Experiment
 from bestiary.nets import Net, Resnet, Shallow
-from bestiary.optim import RmsProp
+from bestiary.nets.optim import RmsProp
 from bestiary.runtime import Local
 
 FRAME_SKIP = 4

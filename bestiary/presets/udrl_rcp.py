@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from bestiary.algos import Rcp, Udrl
+from bestiary.config.experiment import Evaluation, Experiment
 from bestiary.cores import Ff
 from bestiary.envs import LunarLander
-from bestiary.experiment import Evaluation, Experiment
 from bestiary.nets import Mlp, Net
-from bestiary.optim import Adam, AdamW
+from bestiary.nets.optim import Adam, AdamW
 from bestiary.runtime import Local
 
 RAW = Net(encoder=Mlp(num_layers=0), prev_action=False, prev_reward=False)  # the eight numbers as they are

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bestiary import tree
+from bestiary.config.machine import check_memory
 from bestiary.errors import UserError
-from bestiary.machine import check_memory
 from bestiary.ops.commands import Aim, Floats, best, less_start, to_go
 from bestiary.replay.base import row_bytes
-from bestiary.replay.ring import Drawn, Meter, room
+from bestiary.replay.ring_buffer import Drawn, RateLimiter, room
 from bestiary.seeding import REPLAY, derive
 from bestiary.types import Batch, Snapshot, Spec, State, TimeStep, Trajectory
 
@@ -55,7 +55,7 @@ class EpisodeReplay(Drawn):
         self.cfg = cfg
         self.seed = derive(seed, REPLAY)
         self.window = 1 if cfg.window is None and not remembers else cfg.window
-        self.meter = Meter(cfg.ratio, 0)
+        self.rate_limiter = RateLimiter(cfg.ratio, 0)
         self.held = Held.none()
         self.begins: Floats = np.zeros((0, 0))  # first observations, where merit depends on them
         self.rows: Any = None  # tree of [room, ...]
@@ -90,7 +90,7 @@ class EpisodeReplay(Drawn):
                 if end is not None:
                     finished += self._close(at)
                 start = stop
-        self.meter.add(finished if self.cfg.per == "episode" else int((~is_first[1:]).sum()))
+        self.rate_limiter.add(finished if self.cfg.per == "episode" else int((~is_first[1:]).sum()))
         if finished:
             self._rank()
 
@@ -172,7 +172,7 @@ class EpisodeReplay(Drawn):
         return self.arrived < max(1, self.cfg.warmup)
 
     def sample(self) -> Batch | None:
-        if self.meter.due < 1 or self.is_empty():
+        if self.rate_limiter.due < 1 or self.is_empty():
             return None
         survey = self._survey()
         if survey is not None:
@@ -263,10 +263,10 @@ class EpisodeReplay(Drawn):
         survey = self.cfg.survey
         if survey is None:
             return None
-        due = self.surveyed < 0 or self.meter.batches - self.surveyed >= survey.every
+        due = self.surveyed < 0 or self.rate_limiter.batches - self.surveyed >= survey.every
         gone = survey.whole and not len(self.judged)  # short episodes may come and go between two surveys
         if not self.waiting and (due or gone):
-            self.surveyed = self.meter.batches
+            self.surveyed = self.rate_limiter.batches
             self.waiting = self._parts() if survey.whole else [np.zeros(0, np.int64)]
         if not self.waiting:
             return None
@@ -278,7 +278,7 @@ class EpisodeReplay(Drawn):
                     self._standardise()
                 return self._survey()
         else:
-            rng = np.random.Generator(np.random.Philox(key=[self.seed, (1 << 40) + self.meter.batches]))
+            rng = np.random.Generator(np.random.Philox(key=[self.seed, (1 << 40) + self.rate_limiter.batches]))
             chosen = self.held[pick(self.held, np.arange(len(self.held.number)), rng, survey.episodes, "moves")]
             start = (rng.random(survey.episodes) * chosen.moves).astype(np.int64)
         t = self._gather(chosen, np.zeros_like(chosen.first) + start, int((chosen.moves - start).max()) + 1)
@@ -334,7 +334,7 @@ class EpisodeReplay(Drawn):
         return 0 if self.rows is None else self.used * tree.size(self.rows) // len(self.rows[1])
 
     def metrics(self) -> dict[str, float]:
-        return self.meter.metrics() | {
+        return self.rate_limiter.metrics() | {
             "replay_episodes": len(self.held.number),
             "replay_rows": int((self.held.moves + 1).sum()),
             "replay_return": float(self.held.earned.mean()) if len(self.held.number) else 0.0,
@@ -342,7 +342,7 @@ class EpisodeReplay(Drawn):
         }
 
     def state_dict(self) -> Snapshot:
-        state: Snapshot = self.meter.state_dict() | {
+        state: Snapshot = self.rate_limiter.state_dict() | {
             "streams": self.cfg.streams,
             "open": [[tree.map(torch.clone, _plain(part)) for part in parts] for parts in self.open],
             "held": [torch.from_numpy(column) for column in self.held],
@@ -359,7 +359,7 @@ class EpisodeReplay(Drawn):
         return state
 
     def load_state_dict(self, state: Snapshot) -> None:
-        self.meter.load_state_dict(state)
+        self.rate_limiter.load_state_dict(state)
         self.held = Held(*(column.clone().numpy() for column in state["held"]))
         self.begins = state["begins"].clone().numpy()
         self.arrived, self.used, self.surveyed = state["arrived"], state["used"], state["surveyed"]
@@ -371,7 +371,7 @@ class EpisodeReplay(Drawn):
         if state["streams"] == self.cfg.streams:  # else the episodes under way are lost
             self.open = [[tree.map(torch.clone, _rich(part)) for part in parts] for parts in state["open"]]
         else:
-            self.meter.latest = 0
+            self.rate_limiter.latest = 0
         self._aim = None
 
 

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bestiary import tree
+from bestiary.config.machine import LITTLE, check_memory
 from bestiary.errors import UserError
-from bestiary.machine import LITTLE, check_memory
 from bestiary.ops.priorities import importance
 from bestiary.replay.base import row_bytes
-from bestiary.replay.ring import Meter, Ring, RingReplay, SparingRing, bytes_needed
+from bestiary.replay.ring_buffer import PriorityEvictionRing, RateLimiter, Ring, RingReplay, bytes_needed
 from bestiary.replay.sum_tree import SumTree
 from bestiary.seeding import REPLAY, derive
 from bestiary.types import Batch, Snapshot, Spec, State, Trajectory
@@ -36,8 +36,8 @@ class PrioritizedReplay(RingReplay):
         if cfg.eviction == "fifo":
             self.ring = Ring(cfg.streams, cfg.capacity, keep)
         else:
-            self.ring = SparingRing(cfg.streams, cfg.capacity, keep, cfg.rows, self._worth)
-        self.meter = Meter(cfg.ratio, cfg.warmup)
+            self.ring = PriorityEvictionRing(cfg.streams, cfg.capacity, keep, cfg.rows, self._worth)
+        self.rate_limiter = RateLimiter(cfg.ratio, cfg.warmup)
         self.tree = SumTree(self.ring.slots * cfg.streams)
         self.next = 0  # number of the next item to be complete
         self.items = 0  # held
@@ -47,7 +47,7 @@ class PrioritizedReplay(RingReplay):
 
     def add(self, trajectory: Trajectory, stream: int = 0) -> None:
         self.ring.add(trajectory, self._forget)
-        self.meter.add(int((~trajectory.step.is_first[1:]).sum()))
+        self.rate_limiter.add(int((~trajectory.step.is_first[1:]).sum()))
         end = max(self.next, (self.ring.newest + 1 - self.cfg.rows) // self.cfg.stride + 1)
         complete = self._held(np.arange(self.next, end))  # an item may be lost in the moment in which it is complete
         if len(complete):
@@ -126,7 +126,7 @@ class PrioritizedReplay(RingReplay):
 
     def metrics(self) -> dict[str, float]:
         """replay_ratio: moves trained per move played."""
-        batches, moves = self.meter.batches, max(1, self.meter.moves)
+        batches, moves = self.rate_limiter.batches, max(1, self.rate_limiter.moves)
         return {
             **super().metrics(),
             "replay_ratio": batches * self.cfg.batch_size * self.cfg.length / moves,

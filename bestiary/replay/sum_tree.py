@@ -7,7 +7,7 @@ a million slots where a tree of pairs would wait twenty times.
 import numpy as np
 from numpy.typing import NDArray
 
-from bestiary.compiling import compiler
+from bestiary.ops.jit import compiler
 
 FANOUT = 8
 LINE = 64  # bytes of a cache line

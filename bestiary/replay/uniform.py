@@ -7,10 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bestiary.config.machine import check_memory
 from bestiary.errors import UserError
-from bestiary.machine import check_memory
 from bestiary.replay.base import row_bytes
-from bestiary.replay.ring import Meter, Ring, RingReplay, bytes_needed
+from bestiary.replay.ring_buffer import RateLimiter, Ring, RingReplay, bytes_needed
 from bestiary.seeding import REPLAY, derive
 from bestiary.types import Batch, Snapshot, Spec, State, Trajectory
 
@@ -22,7 +22,7 @@ class UniformReplay(RingReplay):
         self.cfg = cfg
         self.seed = derive(seed, REPLAY)
         self.ring = Ring(cfg.streams, cfg.capacity, cfg.stored_state)
-        self.meter = Meter(cfg.ratio, cfg.warmup)
+        self.rate_limiter = RateLimiter(cfg.ratio, cfg.warmup)
         self.opened = np.full(cfg.streams, -1)  # the row where each stream's episode began; -1: before what is kept
         # finished episodes in order of their ends: stream, first row, number of rows
         self.episodes = np.zeros((0, 3), np.int64)
@@ -40,7 +40,7 @@ class UniformReplay(RingReplay):
         self.opened = np.where(is_first[0], start, self.opened)
         fresh = is_first[1:]
         self._close_episodes(start, fresh)
-        self.meter.add(int((~fresh).sum()))
+        self.rate_limiter.add(int((~fresh).sum()))
 
     def _close_episodes(self, start: int, fresh: NDArray[np.bool_]) -> None:
         ended = []

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from bestiary.config.extras import require
 from bestiary.errors import UserError
-from bestiary.extras import require
 
 if TYPE_CHECKING:
-    from bestiary.cluster.runtime import ClusterRuntime
-    from bestiary.experiment import Experiment
+    from bestiary.config.experiment import Experiment
     from bestiary.runtime.local import LocalRuntime
+    from bestiary.runtime.ray.driver import ClusterRuntime
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Ray(_Machine):
 
     def start(self, experiment: "Experiment") -> "ClusterRuntime":
         require("ray", "ray")
-        from bestiary.cluster.runtime import ClusterRuntime
+        from bestiary.runtime.ray.driver import ClusterRuntime
 
         return ClusterRuntime(experiment)
 

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from bestiary import tree
-from bestiary.actor import Actor
+from bestiary.acting.actor import Actor
 from bestiary.algos.base import Learner, load_weights
-from bestiary.evaluation import Beside, prepare
-from bestiary.experiment import Experiment
-from bestiary.machine import choose_device, cores, keep_memory, set_threads
+from bestiary.config.experiment import Experiment
+from bestiary.config.machine import choose_device, cores, keep_memory, set_threads
 from bestiary.seeding import ACTIONS, LEARNING, TRAIN, WEIGHTS, derive
+from bestiary.training.evaluation import ThreadedEvaluation, prepare
 from bestiary.types import Batch, Episode, Metrics, Progress, Snapshot, Spec, Trajectory, Update
 
 
@@ -82,7 +82,7 @@ class LocalRuntime:
         self.device = choose_device(runtime.device)
         self.frames = self.steps = 0
         self.resumes = 0
-        self._build_world()
+        self._build_env_batch()
         self.threads = set_threads(runtime.threads, self.spec)
         try:
             self.learner = build_learner(experiment, self.spec, self.device)
@@ -93,18 +93,18 @@ class LocalRuntime:
             self.close()
             raise
 
-    def _build_world(self) -> None:
+    def _build_env_batch(self) -> None:
         e = self.experiment
         stream = TRAIN if self.resumes == 0 else derive(TRAIN, self.resumes)
-        self.world = e.env.make(e.runtime.envs, e.seed, stream, e.runtime.threads or cores())
-        self.spec = self.world.spec
+        self.env_batch = e.env.make(e.runtime.envs, e.seed, stream, e.runtime.threads or cores())
+        self.spec = self.env_batch.spec
 
     def _build_actor(self) -> None:
         e = self.experiment
         agent = copy.deepcopy(self.learner.agent)
         self.explorer = e.algo.explorer(e.runtime.envs)
         seed = derive(e.seed, ACTIONS, self.resumes)
-        self.actor = Actor(self.world, agent, self.explorer, e.algo.unroll, seed, self.device)
+        self.actor = Actor(self.env_batch, agent, self.explorer, e.algo.unroll, seed, self.device)
 
     def __iter__(self) -> Iterator[Progress]:
         while self.frames < self.experiment.frames:
@@ -118,7 +118,7 @@ class LocalRuntime:
 
     def _told(self, means: Means) -> dict[str, float]:
         learnt = means.take()
-        return learnt | self.replay.metrics() | self.world.tally() if learnt else {}
+        return learnt | self.replay.metrics() | self.env_batch.tally() if learnt else {}
 
     def _add(self, trajectory: Trajectory) -> None:
         rows, streams = trajectory.action.shape
@@ -152,9 +152,9 @@ class LocalRuntime:
         """Games of an evaluation; fewer than planned if told to stop."""
         return prepare(self.experiment, weights, self.device, self.threads)(stop)
 
-    def evaluate_beside(self, weights: dict[str, Tensor]) -> Beside:
+    def evaluate_beside(self, weights: dict[str, Tensor]) -> ThreadedEvaluation:
         """Begin an evaluation while training goes on."""
-        return Beside(self.experiment, self.frames, weights, self.device)
+        return ThreadedEvaluation(self.experiment, self.frames, weights, self.device)
 
     def weights(self) -> dict[str, torch.Tensor]:
         return self.learner.agent.state_dict()
@@ -172,7 +172,7 @@ class LocalRuntime:
                 state["replay"] = self.replay.state_dict()
             # what has been seen counts in new episodes too
             explorer = {"explorer": self.explorer.state_dict()}
-            state["actor"] = self.actor.state_dict() if self.exact and self.world.resumable else explorer
+            state["actor"] = self.actor.state_dict() if self.exact and self.env_batch.resumable else explorer
         return state
 
     def load_state_dict(self, weights: dict[str, torch.Tensor], state: Snapshot) -> None:
@@ -186,8 +186,8 @@ class LocalRuntime:
         if self.can_continue(state):
             self.actor.load_state_dict(state["actor"])
         else:  # fresh episodes, on seeds not yet used
-            self.world.close()
-            self._build_world()
+            self.env_batch.close()
+            self._build_env_batch()
             self._build_actor()
             self.explorer.load_state_dict(state.get("actor", {}).get("explorer", {}))
         self.actor.load(self.learner.agent.state_dict(), self.learner.updates)
@@ -196,8 +196,8 @@ class LocalRuntime:
     def can_continue(self, state: Snapshot) -> bool:
         """Whether the running episodes of a saved run can go on here: same environments, and saved at rest."""
         row = state.get("actor", {}).get("row")
-        able = self.exact and self.world.resumable
-        return able and row is not None and len(row[1]) == self.world.num_envs
+        able = self.exact and self.env_batch.resumable
+        return able and row is not None and len(row[1]) == self.env_batch.num_envs
 
     def close(self) -> None:
-        self.world.close()
+        self.env_batch.close()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from bestiary.experiment import Experiment
+from bestiary.config.experiment import Experiment
 from bestiary.runtime.local import LocalRuntime, Means
 from bestiary.types import Batch, Episode, Progress, Snapshot
 

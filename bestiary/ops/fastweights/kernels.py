@@ -18,8 +18,8 @@ import math
 import numpy as np
 from numba import njit
 
-from bestiary.compiling import compiler
-from bestiary.ops.rows import (
+from bestiary.ops.jit import compiler
+from bestiary.ops.simd import (
     dot,
     exp,
     fma,

@@ -1,0 +1,1 @@
+"""Acting: the actor, and small networks compiled for it."""

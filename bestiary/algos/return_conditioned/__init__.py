@@ -1,0 +1,1 @@
+"""Return-conditioned policies: what Upside-Down RL and Reward-Conditioned Policies share."""

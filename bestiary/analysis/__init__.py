@@ -1,0 +1,1 @@
+"""Learning curves, plots, memory inspection and the core contract."""

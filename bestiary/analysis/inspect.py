@@ -1,0 +1,152 @@
+"""A look inside: one episode, what was seen and earned, and what memory held meanwhile, as one picture."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bestiary.algos.base import Agent
+from bestiary.config.extras import require
+from bestiary.config.machine import choose_device, cores
+from bestiary.cores.base import Core
+from bestiary.envs.env_batch import EnvBatch
+from bestiary.errors import UserError
+from bestiary.seeding import INSPECTION, substream
+from bestiary.training.evaluation import build_agent
+from bestiary.training.run import Run
+
+UNITS_SHOWN = 64
+
+
+class Inside(NamedTuple):
+    """An episode of T rows, seen from outside and from inside."""
+
+    obs: Tensor  # [T, ...]
+    action: Tensor  # [T]
+    reward: Tensor  # [T] earned by the action before
+    memory: dict[str, Tensor]  # name -> [T, n]
+
+
+@torch.no_grad()
+def play(agent: Agent, env_batch: EnvBatch, rng: torch.Generator, max_rows: int) -> Inside:
+    """One greedy episode; what enters the core on the way is what its memory is asked about afterwards."""
+    core: Core = agent.torso.core  # type: ignore
+    shown: list[Tensor] = []
+    hook = core.register_forward_pre_hook(lambda _, inputs: shown.append(inputs[0]))
+    rows: list[tuple[Tensor, Tensor, Tensor]] = []
+    try:
+        step, state = env_batch.reset(), agent.initial_state(1)
+        while len(rows) < max_rows and not (rows and bool(step.is_first[0])):
+            action, _, state = agent.act(step, state, None, rng)
+            rows.append((step.obs[0], action[0], step.reward[0]))
+            step, _ = env_batch.step(action)
+    finally:
+        hook.remove()
+    obs, action, reward = (torch.stack(column) for column in zip(*rows, strict=True))
+    return Inside(obs, action, reward, core.reveal(torch.cat(shown)))
+
+
+def inspect(
+    run: Run | Path | str, checkpoint: str | None = None, seed: int = 0, max_rows: int = 400, out: Path | None = None
+) -> Path:
+    """Play one episode of a run's agent and draw it next to its memory; writes inspect-FRAMES-SEED.png there."""
+    if max_rows < 2:
+        raise UserError(f"max-rows={max_rows} must be at least 2")
+    require("matplotlib", "plot")
+    run = run if isinstance(run, Run) else Run(run)
+    experiment = run.experiment()
+    saved = run.load(checkpoint)
+    where = choose_device("cpu")
+    env_batch = experiment.env.make(1, experiment.seed, substream(INSPECTION, seed), cores())
+    try:
+        agent = build_agent(experiment, env_batch.spec, saved.weights, where)
+        inside = play(agent, env_batch, torch.Generator().manual_seed(seed), max_rows)
+    finally:
+        env_batch.close()
+    path = out or run.path / f"inspect-{saved.meta['frames']}-{seed}.png"
+    title = f"{env_batch.spec.name}, {type(experiment.core).__name__}, {saved.meta['frames']:,} frames, seed {seed}"
+    draw(inside, title, path)
+    return path
+
+
+def draw(inside: Inside, title: str, path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    T = len(inside.action)
+    panels: list[tuple[float, Callable[[Any], None]]] = [(1.3, lambda a: _observations(a, inside.obs))]
+    panels.append((0.7, lambda a: _deeds(a, inside)))
+    panels += [(_height(table), lambda a, n=name, t=table: _memory(a, n, t)) for name, table in inside.memory.items()]
+    if not inside.memory:
+        panels.append((0.4, lambda a: a.set_title("this core has no memory", loc="left", fontsize=9)))
+    heights = [h for h, _ in panels]
+    figure = Figure(figsize=(10, 0.9 + 1.25 * sum(heights)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(panels), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
+    for axis, (_, fill) in zip(axes, panels, strict=True):
+        fill(axis)
+    axes[-1].set_xlim(-0.5, T - 0.5)
+    axes[-1].set_xlabel("row of the episode")
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(path, dpi=110)
+
+
+def _height(table: Tensor) -> float:
+    return 2.2 if table.shape[1] == len(table) and len(table) > 8 else 1.3
+
+
+def _observations(axis: Any, obs: Tensor) -> None:
+    """Vectors as columns of a table; pictures as a strip of thumbnails."""
+    T = len(obs)
+    if obs.dim() == 4:
+        shown = min(T, 12)
+        at = torch.linspace(0, T - 1, shown).round().long()
+        for i in at.tolist():
+            picture = obs[i].float().mean(0) if obs.shape[1] != 3 else obs[i].permute(1, 2, 0)
+            half = T / shown / 2 * 0.95
+            axis.imshow(picture.numpy(), extent=(i - half, i + half, 0, 1), aspect="auto", cmap="gray")
+        axis.set_ylim(0, 1)
+        axis.set_yticks([])
+    else:
+        axis.imshow(obs.float().flatten(1).T.numpy(), aspect="auto", cmap="viridis", interpolation="nearest")
+        axis.set_ylabel("entry", fontsize=8)
+    axis.set_title("observation", loc="left", fontsize=9)
+
+
+def _deeds(axis: Any, inside: Inside) -> None:
+    axis.plot(inside.action.numpy(), drawstyle="steps-mid", color="tab:gray", label="action")
+    earned = axis.twinx()
+    earned.stem(range(len(inside.reward)), inside.reward.numpy(), linefmt="tab:orange", markerfmt=" ", basefmt=" ")
+    earned.tick_params(colors="tab:orange", labelsize=7)
+    axis.tick_params(labelsize=7)
+    axis.set_title("action (grey) and the reward on arrival (orange)", loc="left", fontsize=9)
+
+
+def _memory(axis: Any, name: str, table: Tensor) -> None:
+    """Few numbers as curves, many as a table of colours."""
+    T, n = table.shape
+    if n <= 8 and not (n == T and "attention" in name):
+        for i in range(n):
+            axis.plot(table[:, i].numpy(), linewidth=1, label=str(i + 1))
+        axis.legend(fontsize=6, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    else:
+        signed = bool((table < 0).any())
+        units = table if "attention" in name else table[:, :UNITS_SHOWN]
+        limit = float(units.abs().max()) or 1.0
+        picture = axis.imshow(
+            units.T.float().numpy(),
+            aspect="auto",
+            interpolation="nearest",
+            cmap="RdBu_r" if signed else "magma",
+            vmin=-limit if signed else 0,
+            vmax=limit,
+            origin="lower",
+        )
+        axis.figure.colorbar(picture, ax=axis, pad=0.01, fraction=0.02).ax.tick_params(labelsize=6)
+        axis.set_ylabel("past row" if "attention" in name else "unit", fontsize=8)
+        if units.shape[1] < n:
+            name += f" (the first {units.shape[1]} of {n} units)"
+    axis.tick_params(labelsize=7)
+    axis.set_title(name, loc="left", fontsize=9)

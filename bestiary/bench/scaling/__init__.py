@@ -1,0 +1,1 @@
+"""How far a cluster scales: an analytic bound, a simulation and measurements."""

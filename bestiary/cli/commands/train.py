@@ -1,0 +1,134 @@
+"""bestiary train PRESET: train, or continue if the run directory has a checkpoint."""
+
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+from bestiary.cli.parse import Flat, check_parts, load_plugins, parse, take_place
+from bestiary.config.experiment import Experiment
+from bestiary.config.plugins import plugin_words
+from bestiary.errors import UserError
+from bestiary.launch.executor import HERE, Place
+from bestiary.presets import PRESETS, preset
+from bestiary.runtime import Ray
+from bestiary.runtime.ray.supervisor import supervise, watched
+from bestiary.training.display import Lines, Screen, choose_screen
+from bestiary.training.run import Run, new_path
+from bestiary.training.session import Session
+
+
+@dataclass(frozen=True)
+class Train:
+    experiment: Flat
+    run: Path | None = None
+    """run directory, or with --seeds the one that holds theirs, DIR/seed25 ...; None: a new one under runs/"""
+    seeds: str | None = None
+    """train several side by side: how many from --seed on (5), a range (25..29) or a list (1,5,9)"""
+    jobs: int | None = None
+    """with --seeds, processes at a time; None: one per core, here or with --runtime ray[:ADDRESS] of the cluster"""
+    plain: bool = False
+    """plain lines even on a terminal"""
+
+
+def main(args: list[str]) -> int:
+    load_plugins()
+    place, args = take_place(args)
+    if not args or args[0] in ("-h", "--help"):
+        print("usage: bestiary train PRESET [part:choice ...] [--flags] [--seeds 5 [--runtime ray]] [--run DIR]")
+        print("\npresets:")
+        print("\n".join(f"  {name:18} {text}" for name, (_, text) in PRESETS.items()))
+        print("\n`bestiary train PRESET --help` lists every setting of a preset.")
+        return 0 if args else 2
+    chosen = read(args)
+    if chosen.seeds is not None:
+        with place:
+            return run_seeds(chosen, args[0], place)
+    if place is not HERE:
+        raise UserError(
+            "--runtime ray is for several seeds, a run each: name them with --seeds; runtime:ray spreads one"
+        )
+    if chosen.jobs is not None:
+        raise UserError("--jobs are for several seeds: name them with --seeds")
+    path = chosen.run or new_path(args[0], chosen.experiment.seed)
+    if restarts := restarts_of(chosen.experiment):
+        named = [] if chosen.run else ["--run", str(path)]
+        return supervise(["train", *args, *named, *plugin_words()], path, restarts)
+    return run_session(chosen.experiment, path, Lines() if chosen.plain else choose_screen())
+
+
+def read(args: list[str]) -> Train:
+    """PRESET and what is changed of it."""
+    name, rest = args[0], args[1:]
+    return parse(Train, check_parts(rest), f"bestiary train {name}", Train(preset(name)))
+
+
+def restarts_of(experiment: Experiment) -> int:
+    """How often to start a run again that was lost; 0: somebody watches over this process already."""
+    runtime = experiment.runtime
+    return runtime.max_restarts if isinstance(runtime, Ray) and not watched() else 0
+
+
+class Signals:
+    """Ctrl-C and SIGTERM ask for a stop at the next safe point; a second Ctrl-C insists."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._receive)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.received and number == signal.SIGINT:
+            signal.default_int_handler(number, frame)
+        elif self.received:  # said twice, as batch systems do: the first is being obeyed
+            return
+        self.received = number
+        print("\nstopping: saving a checkpoint ...", file=sys.stderr, flush=True)
+
+    def __call__(self) -> bool:
+        return self.received != 0
+
+
+def run_session(experiment: Experiment, path: Path, screen: Screen, checkpoint: str | None = None) -> int:
+    stop = Signals()
+    session = Session(experiment, path, screen, stop, checkpoint)
+    if session.runtime.frames >= experiment.frames:
+        print(f"{path} has already seen its {experiment.frames} frames; give --frames to go further")
+    for _ in session:
+        pass
+    if not session.finished:
+        print(f"stopped at {session.runtime.frames} frames; continue with: bestiary resume {path}")
+        return 128 + stop.received
+    print_end(session.run)
+    return 0
+
+
+def run_seeds(chosen: Train, name: str, place: Place) -> int:
+    from bestiary.launch import seeds
+
+    numbers = seeds.parse_seeds(chosen.seeds or "", chosen.experiment.seed)
+    root = chosen.run or new_path(f"{name}-x{len(numbers)}", numbers[0])
+    stop = Signals()
+    result = seeds.train_seeds(
+        chosen.experiment, numbers, root, chosen.jobs, say=lambda text: print(text, flush=True), stop=stop, place=place
+    )
+    console = Console()
+    console.print(seeds.table(result))
+    console.print(f"written to {root / 'seeds.json'} and {root / 'seeds.csv'}", soft_wrap=True)
+    if stop.received:
+        print(f"stopped; the same command with --run {root} goes on")
+        return 128 + stop.received
+    if failed := [f"seed {row['seed']}: {row['problem']}" for row in result["seeds"] if row["problem"]]:
+        raise UserError(f"{len(failed)} of {len(numbers)} seeds failed, the first: {failed[0]}; --run {root} goes on")
+    print(f"  bestiary eval {root}           every seed on fresh games, with intervals over seeds")
+    print(f"  bestiary plot {root}/seed*     one curve with its interval")
+    return 0
+
+
+def print_end(run: Run) -> None:
+    print(f"\nresults are in {run.path}")
+    print(f"  bestiary eval {run.path}          whole games on fresh seeds, with intervals")
+    print(f"  tensorboard --logdir {run.path}   curves")

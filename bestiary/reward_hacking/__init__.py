@@ -1,0 +1,1 @@
+"""Reward hacking: the study over proxies and sizes, its report, and detectors."""

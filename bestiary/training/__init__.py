@@ -1,0 +1,1 @@
+"""One training run: the session, its checkpoints, logs, evaluations and videos."""

@@ -1,0 +1,180 @@
+"""A run directory explains itself: every command that takes a run needs nothing else."""
+
+import json
+import math
+import os
+import platform
+import re
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from bestiary.config.experiment import Experiment, load_experiment
+from bestiary.errors import UserError
+from bestiary.training import checkpoint
+from bestiary.training.checkpoint import BadCheckpoint, Checkpoint
+from bestiary.types import Snapshot
+
+EXPERIMENT = "experiment.json"
+
+
+class Run:
+    """
+    experiment.json          every setting; enough to run it again
+    versions.json            what it ran with
+    metrics.csv              one row per logging interval, one fixed set of columns
+    episodes.csv             one row per finished game
+    evaluations.csv          one row per evaluation during training
+    checkpoints/<frames>/    the latest few; milestones/<frames>/ for good; best/<frames>/ by evaluation
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+
+    @staticmethod
+    def create(path: Path, experiment: Experiment) -> "Run":
+        """Start a run, or find the one already there; a directory of another experiment is refused."""
+        run = Run(path)
+        if (path / EXPERIMENT).exists():
+            if different := experiment.differs_from(run.experiment()):
+                raise UserError(
+                    f"{path} holds another experiment ({'; '.join(different[:3])}); choose another --run, "
+                    f"or continue that one with: bestiary resume {path}"
+                )
+        elif path.exists() and any(path.iterdir()):
+            raise UserError(f"{path} is not empty and not a run; choose another --run")
+        path.mkdir(parents=True, exist_ok=True)
+        run.write(EXPERIMENT, experiment.to_json())
+        run.write("versions.json", json.dumps(versions(), indent=2))
+        run._point_latest()
+        return run
+
+    def write(self, name: str, text: str) -> None:
+        aside = self.path / f".{name}.writing"
+        aside.write_text(text + "\n")
+        aside.replace(self.path / name)
+
+    def _point_latest(self) -> None:
+        """runs/latest -> the run started last. Never replaces something that is not a link."""
+        link, aside = self.path.parent / "latest", self.path.parent / f".latest.{os.getpid()}"
+        if link.is_symlink() or not link.exists():
+            aside.symlink_to(self.path.name)
+            aside.replace(link)
+
+    def experiment(self) -> Experiment:
+        return load_experiment(self.path / EXPERIMENT)
+
+    def saved(self, kind: str = "checkpoints") -> list[Path]:
+        """Checkpoints of a kind, oldest first."""
+        return sorted(p for p in (self.path / kind).glob("*") if re.fullmatch(r"\d+", p.name))
+
+    def find(self, name: str | None = None) -> Path:
+        """A checkpoint by name: its frames, "last" (default) or "best"."""
+        trained = sorted([*self.saved("milestones"), *self.saved()], key=lambda p: p.name)
+        if name in (None, "last"):
+            found = trained
+        elif name == "best":
+            found = self._ranked()
+        else:
+            found = [p for p in (*self.saved("best"), *trained) if p.name == name.zfill(12)]
+        if not found:
+            what = "checkpoint" if name in (None, "last") else f"checkpoint {name!r}"
+            known = ", ".join(dict.fromkeys(str(int(p.name)) for p in trained))
+            raise BadCheckpoint(f"{self.path} has no {what}" + (f"; it has: {known}" if known else ""))
+        return found[-1]
+
+    def load(self, name: str | None = None) -> Checkpoint:
+        """A checkpoint, or a sentence that says what is wrong with it and which other one is good."""
+        path = self.find(name)
+        try:
+            return checkpoint.load(path)
+        except BadCheckpoint as e:
+            good = self._last_good(path)
+            offer = "" if good is None else f"; the last good one is --checkpoint {int(good.name)}"
+            raise BadCheckpoint(f"{e}{offer}") from None
+
+    def _last_good(self, but: Path) -> Path | None:
+        candidates = [p for p in (*self.saved(), *self.saved("milestones")) if p != but]
+        for path in sorted(candidates, key=lambda p: p.name, reverse=True):
+            try:
+                checkpoint.load(path)
+            except BadCheckpoint:
+                continue
+            return path
+        return None
+
+    def load_replay(self, name: str | None = None) -> Snapshot | None:
+        """What was played, where it was saved with a checkpoint."""
+        return checkpoint.load_replay(self.find(name))
+
+    def save(
+        self,
+        frames: int,
+        weights: dict[str, torch.Tensor],
+        trainer: Snapshot,
+        keep: int,
+        replay: Snapshot | None = None,
+    ) -> Path:
+        """What was played is large: only the latest checkpoint keeps it."""
+        path = self.path / "checkpoints" / f"{frames:012d}"
+        checkpoint.save(path, weights, trainer, {"frames": frames}, replay)
+        self._forget(self.saved()[:-keep])
+        for older in self.saved()[:-1]:
+            (older / checkpoint.REPLAY).unlink(missing_ok=True)
+        return path
+
+    def has_milestone(self, milestone: int) -> bool:
+        return (self.path / "milestones" / f"{milestone:012d}").exists()
+
+    def save_milestone(self, milestone: int, frames: int, weights: dict[str, torch.Tensor], trainer: Snapshot) -> None:
+        path = self.path / "milestones" / f"{milestone:012d}"
+        checkpoint.save(path, weights, trainer, {"frames": frames, "milestone": milestone})
+
+    def save_best(self, frames: int, score: float, weights: dict[str, torch.Tensor], keep: int) -> None:
+        """Save what is among the `keep` best by evaluation; of equal scores the newer is the better."""
+        path, ranked = self.path / "best" / f"{frames:012d}", self._ranked()
+        rival = path if path in ranked else ranked[-keep] if len(ranked) >= keep else None
+        if score >= (-math.inf if rival is None else _score(rival)):
+            checkpoint.save(path, weights, {}, {"frames": frames, "score": score})
+        self._forget(self._ranked()[:-keep])
+
+    def _ranked(self) -> list[Path]:
+        """The best by evaluation, the very best last."""
+        return sorted(self.saved("best"), key=lambda p: (_score(p), p.name))
+
+    def _forget(self, paths: list[Path]) -> None:
+        for path in paths:
+            for file in path.iterdir():
+                file.unlink()
+            path.rmdir()
+
+    def best_score(self) -> float:
+        ranked = self._ranked()
+        return _score(ranked[-1]) if ranked else -math.inf
+
+
+def _score(path: Path) -> float:
+    """By which a checkpoint was chosen; one that cannot be read is worth less than any other."""
+    try:
+        return float(json.loads((path / checkpoint.META).read_text())["score"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return -math.inf
+
+
+def new_path(name: str, seed: int, root: Path = Path("runs")) -> Path:
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    path = root / f"{name}-s{seed}-{stamp}"
+    return path if not path.exists() else new_path(f"{name}-{os.getpid()}", seed, root)
+
+
+def versions() -> dict[str, str]:
+    """What could change a result, from an allow-list: never the environment variables."""
+    found: dict[str, str] = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in ("bestiary", "torch", "numpy", "gymnasium", "ale-py", "box2d", "envpool", "tyro", "safetensors"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -375,7 +375,8 @@ def test_a_mistaken_command_leaves_nothing_behind(args, words, seeds, tmp_path):
 
 
 def test_help_imports_neither_torch_nor_matplotlib():
-    code = "import sys; from bestiary.cli.main import main; main(['--help']); print({'torch', 'matplotlib'} & {*sys.modules})"
+    code = "import sys; from bestiary.cli.main import main; main(['--help']); "
+    code += "print({'torch', 'matplotlib'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("set()\n")
     assert "plot RUN" in done.stdout

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from bestiary.config.aliases import upgrade
 from bestiary.errors import UserError
 
 
@@ -128,6 +129,7 @@ def decode(hint: Any, data: Any, where: str = "experiment") -> Any:
         return value
     if not isinstance(data, dict):
         raise UserError(f"{where} should be an object with a kind, not {data!r}")
+    data = upgrade(data, where)
     by_name = {kebab(cls): cls for cls in known}
     cls = by_name.get(data.get("kind", ""))
     if cls is None:

@@ -333,7 +333,7 @@ class Torso(nn.Module):
     def compile_to(self, program: "Program") -> int | None:
         """As instructions for compiled acting, in the order of `forward`; None: too large, or memory has none."""
         # a subclass that changes what a memory does must not act by its parent's instructions
-        forward, written = (definer(type(self.core), name) for name in ("forward", "to_tape"))
+        forward, written = (definer(type(self.core), name) for name in ("forward", "compile_to"))
         if forward is not written:
             return None
         seen = self.encoder.compile_to(program) if self.net.frame_stack == 1 else None

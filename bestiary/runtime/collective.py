@@ -47,9 +47,9 @@ class Distributed(Collective):
 
     def broadcast_state(self, learner: "Learner") -> None:
         """All go on from where the first one is, and step together from now on."""
-        if not hasattr(learner, "together"):
+        if not hasattr(learner, "collective"):
             raise UserError(
-                f"{type(learner).__name__} learns alone: it has no `together` through which losses are shared"
+                f"{type(learner).__name__} learns alone: it has no `collective` through which losses are shared"
             )
         saved = io.BytesIO()
         if self.rank == 0:

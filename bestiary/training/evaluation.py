@@ -171,7 +171,8 @@ def named_reward(env: EnvConfig, env_batch: EnvBatch, reward: str) -> Weights:
     """A reward by its name, of an environment that keeps record of what rewards are made of."""
     if not env_batch.components:
         raise UserError(
-            f"{env_batch.spec.name} has no rewards by name: --reward is for env:riverraid and bestiary.envs.reward_components"
+            f"{env_batch.spec.name} has no rewards by name: --reward is for env:riverraid and "
+            "bestiary.envs.reward_components"
         )
     return parse_reward(reward, dict.fromkeys(env_batch.components), getattr(env, "named_rewards", None))
 

@@ -83,8 +83,8 @@ class Simulation:
         alone = c.placement == "apart"
         self.shards = [Shard(Node(self.clock, c) if alone else self.home) for _ in range(c.shards)]
         self.inference = Batcher(self.home, m, c) if c.inference else None
-        collective = c.placement == "together"
-        places = [self.home if collective else Node(self.clock, c) for _ in range(c.nodes)]
+        together = c.placement == "together"
+        places = [self.home if together else Node(self.clock, c) for _ in range(c.nodes)]
         self.actors = [Actor(self, places[i // c.actors_per_node], self.shards[i % c.shards]) for i in range(c.actors)]
         self.nodes = list({id(node): node for node in (self.home, *(s.node for s in self.shards), *places)}.values())
         self.full = max(c.queue * m.moves, m.moves_per_update)  # moves due; always enough for a batch

@@ -1,0 +1,65 @@
+"""Names of earlier versions and what they are called now, so that old run directories load and old flags are answered.
+
+A setting is written as `family:kind.field`. Where a value has moved into a nested dataclass, the new name is dotted.
+"""
+
+from typing import Any, NamedTuple
+
+from bestiary.errors import UserError
+
+
+class Removed(NamedTuple):
+    """A setting that no longer exists. Old files load while it had the value that today's code implements."""
+
+    value: Any
+
+
+# kind -> kind, wherever a dataclass of the old kind was written
+KINDS: dict[str, str] = {}
+
+# kind (of today) -> {old field: new field (dotted where it is nested now), or Removed(value)}
+FIELDS: dict[str, dict[str, str | Removed]] = {}
+
+# kind (of today) -> {field: {old value: new value}}, for choices that were renamed
+VALUES: dict[str, dict[str, dict[str, str]]] = {}
+
+# nested dataclasses that old files do not have: (kind, field) -> the kind to write there
+NESTED: dict[tuple[str, str], str] = {}
+
+
+def upgrade(data: dict[str, Any], where: str) -> dict[str, Any]:
+    """The fields of one encoded dataclass under the names of today; `where` is its place, for messages."""
+    old = data.get("kind")
+    if not isinstance(old, str):
+        return data
+    kind = KINDS.get(old, old)
+    renamed = FIELDS.get(kind, {})
+    values: dict[str, Any] = {"kind": kind}
+    for name, value in data.items():
+        if name == "kind":
+            continue
+        new = renamed.get(name, name)
+        if isinstance(new, Removed):
+            if value != new.value:
+                raise UserError(f"{where}.{name}={value} is a setting of an earlier version that no longer exists")
+            continue
+        if isinstance(value, str):
+            value = VALUES.get(kind, {}).get(new, {}).get(value, value)
+        *path, last = new.split(".")
+        here = values
+        for part in path:
+            here = here.setdefault(part, {"kind": NESTED[kind, part]})
+        here[last] = value
+    return values
+
+
+def renamed_flag(flag: str) -> str | None:
+    """What an old flag such as --algo.ratio is called now: every name it may have become, joined by " or "."""
+    family, _, old = flag.removeprefix("--").partition(".")
+    found = {
+        f"--{family}.{new}".replace("_", "-")
+        for fields in FIELDS.values()
+        for name, new in fields.items()
+        if name.replace("_", "-") == old and isinstance(new, str)
+    }
+    return " or ".join(sorted(found)) or None

@@ -77,8 +77,8 @@ def test_the_module_and_the_program_are_the_same():
         (["train", "recall", "--algo.batch-size", "65"], "can never be filled: at most 64"),
         (["train", "recall", "--runtime.device", "cuda:7"], "cannot be used here"),
         (["train", "recall", "--core.layers", "0"], "layers=0 must be at least 1"),
-        (["train", "recall", "net.encoder:shallow"], "encoder shallow needs pictures"),
-        (["train", "recall", "--net.frame-stack", "4"], "frame-stack=4 needs pictures"),
+        (["train", "recall", "net.encoder:shallow"], "encoder shallow needs images"),
+        (["train", "recall", "--net.frame-stack", "4"], "frame-stack=4 needs images"),
         (
             ["train", "recall", "--algo.novelty=3"],
             "there is no flag --algo.novelty for what is chosen here: it belongs to algo:dqn",

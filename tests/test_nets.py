@@ -388,7 +388,7 @@ def test_a_small_cnn_refuses_pictures_smaller_than_its_kernels():
 
 @pytest.mark.parametrize("encoder", [Shallow(), Resnet(), SmallCnn()], ids=lambda e: type(e).__name__)
 def test_an_encoder_of_pictures_refuses_a_vector(encoder):
-    with pytest.raises(ValueError, match=r"needs pictures, but vector shows a vector: use net\.encoder:mlp"):
+    with pytest.raises(ValueError, match=r"needs images, but vector has vector observations: use net\.encoder:mlp"):
         Torso(VECTOR, Net(encoder=encoder), Ff())
 
 
@@ -398,7 +398,7 @@ def test_the_shallow_network_refuses_small_pictures():
 
 
 def test_frames_of_a_vector_cannot_be_stacked():
-    with pytest.raises(ValueError, match=r"net\.frame-stack=4 needs pictures, but vector shows a vector: use 1"):
+    with pytest.raises(ValueError, match=r"net\.frame-stack=4 needs images, but vector has vector observations: use 1"):
         Torso(VECTOR, Net(frame_stack=4), Ff())
 
 

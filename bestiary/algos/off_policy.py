@@ -174,4 +174,4 @@ def split(t: Trajectory, rows: int) -> tuple[TimeStep, Trajectory]:
 def burn_in_state(torso: Torso, past: TimeStep, state: State) -> State:
     """Memory after the rows before those that are learnt from."""
     state = state or torso.initial_state(past.is_first.shape[1])
-    return torso.remember(past, state) if len(past.is_first) else state
+    return torso.final_state(past, state) if len(past.is_first) else state

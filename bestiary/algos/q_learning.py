@@ -12,7 +12,7 @@ from bestiary.algos.base import Agent, apply_gradient
 from bestiary.algos.off_policy import OffPolicy, Target, burn_in_state, parameter_groups, split
 from bestiary.cores.base import CoreConfig
 from bestiary.errors import UserError
-from bestiary.nets import Dueling, Net, Torso, at_rows, head
+from bestiary.nets import Dueling, Net, Torso, gather_steps, head
 from bestiary.ops.collective import SINGLE_PROCESS, Collective
 from bestiary.ops.policy import RewardClip, clip_reward, epsilon_greedy
 from bestiary.ops.program import Program
@@ -60,7 +60,7 @@ class QAgent(Agent):
 
     def at(self, step: TimeStep, state: State, rows: Tensor) -> Tensor:
         """Of some rows alone, [K, B] -> [K, B, A]."""
-        return self.values(self.torso.at(step, state, rows))
+        return self.values(self.torso.features_at(step, state, rows))
 
     def values(self, h: Tensor) -> Tensor:
         q = self.head(h)
@@ -182,7 +182,7 @@ class QLearner:
             if trace_decay:
                 ahead, beyond = ahead[1:], beyond[1:]
             else:
-                ahead, beyond = at_rows(ahead, reach.row), at_rows(beyond, reach.row)
+                ahead, beyond = gather_steps(ahead, reach.row), gather_steps(beyond, reach.row)
         best = (ahead if cfg.double else beyond).argmax(-1)
         next_value = cfg.worth(beyond.gather(-1, best[..., None]).squeeze(-1))
         if trace_decay:

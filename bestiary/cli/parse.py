@@ -1,7 +1,6 @@
 """From words to experiments: tyro on the dataclasses, with suggestions for what it does not know."""
 
 import contextlib
-import importlib.metadata
 import io
 import re
 import sys
@@ -21,12 +20,6 @@ T = TypeVar("T")
 FLAT = tyro.conf.arg(name="")  # fields of a nested dataclass without its name in front
 OPTIONS = (tyro.conf.CascadeSubcommandArgs,)
 FAMILIES = ("env", "algo", "core", "runtime")
-
-
-def load_plugins() -> None:
-    """Packages may register parts of their own through the entry-point group `bestiary`."""
-    for entry in importlib.metadata.entry_points(group="bestiary"):
-        entry.load()()
 
 
 def check_parts(args: list[str]) -> list[str]:

@@ -1,5 +1,6 @@
 """Parts of your own, from a file: `--plugin FILE.py` imports it, and it registers what it defines."""
 
+import importlib.metadata
 import importlib.util
 import sys
 import traceback
@@ -7,6 +8,12 @@ from pathlib import Path
 from types import ModuleType
 
 from bestiary.errors import UserError
+
+
+def load_plugins() -> None:
+    """Call every entry point of the group `bestiary`: installed packages register their parts there."""
+    for entry in importlib.metadata.entry_points(group="bestiary"):
+        entry.load()()
 
 
 def load_file(path: str) -> ModuleType:

@@ -2,6 +2,7 @@
 
 import csv
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -344,7 +345,6 @@ def _leave_with_the_parent() -> None:
 
 
 if __name__ == "__main__":
-    from bestiary.cli.main import main
-
     threading.Thread(target=_leave_with_the_parent, daemon=True).start()
-    sys.exit(main(["resume", *sys.argv[1:], "--plain"]))
+    sys.argv = ["bestiary", "resume", *sys.argv[1:], "--plain"]
+    runpy.run_module("bestiary", run_name="__main__", alter_sys=True)  # the program itself, in this process

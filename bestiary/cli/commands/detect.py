@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from bestiary.cli.parse import load_plugins, parse
+from bestiary.cli.parse import parse
+from bestiary.config.plugins import load_plugins
 from bestiary.launch import seeds
 from bestiary.reward_hacking.detection import SHOWN, Quality, detect
 from bestiary.types import Mode

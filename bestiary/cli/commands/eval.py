@@ -8,7 +8,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from bestiary.cli.parse import check_parts, load_plugins, parse
+from bestiary.cli.parse import check_parts, parse
+from bestiary.config.plugins import load_plugins
 from bestiary.config.schema import parse_command
 from bestiary.envs import EnvConfig
 from bestiary.envs.base import References, for_evaluation

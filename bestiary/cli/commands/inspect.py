@@ -6,7 +6,8 @@ from typing import Annotated
 
 import tyro
 
-from bestiary.cli.parse import load_plugins, parse
+from bestiary.cli.parse import parse
+from bestiary.config.plugins import load_plugins
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,8 @@ def _show(what: str) -> None:
         for name, (_, text) in PRESETS.items():
             table.add_row(name, text)
     else:
-        from bestiary.cli.parse import load_plugins
         from bestiary.config.experiment import family
+        from bestiary.config.plugins import load_plugins
 
         load_plugins()
         sized = what == "cores"

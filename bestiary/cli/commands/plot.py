@@ -8,7 +8,8 @@ from typing import Annotated
 import tyro
 
 from bestiary.analysis.curves import Clock, Interval, Statistic
-from bestiary.cli.parse import load_plugins, parse
+from bestiary.cli.parse import parse
+from bestiary.config.plugins import load_plugins
 from bestiary.config.schema import Count
 from bestiary.errors import UserError
 

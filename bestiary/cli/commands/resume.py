@@ -7,8 +7,8 @@ from typing import Annotated
 import tyro
 
 from bestiary.cli.commands.train import restarts_of, run_session
-from bestiary.cli.parse import load_plugins, parse
-from bestiary.config.plugins import plugin_words
+from bestiary.cli.parse import parse
+from bestiary.config.plugins import load_plugins, plugin_words
 from bestiary.config.schema import Count
 from bestiary.runtime.ray.supervisor import supervise
 from bestiary.training.display import Lines, choose_screen

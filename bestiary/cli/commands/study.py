@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bestiary.cli.commands.train import Signals
-from bestiary.cli.parse import Flat, check_parts, load_plugins, parse, take_place
+from bestiary.cli.parse import Flat, check_parts, parse, take_place
+from bestiary.config.plugins import load_plugins
 from bestiary.config.schema import Counts
 from bestiary.errors import UserError
 from bestiary.launch.seeds import parse_seeds

@@ -8,8 +8,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bestiary.cli.commands.train import Signals
-from bestiary.cli.parse import Flat, check_parts, load_plugins, parse, take_place
+from bestiary.cli.parse import Flat, check_parts, parse, take_place
 from bestiary.config.extras import require
+from bestiary.config.plugins import load_plugins
 from bestiary.config.schema import Count
 from bestiary.errors import UserError
 from bestiary.launch.spaces import BUILTIN, as_text

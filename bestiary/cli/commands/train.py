@@ -8,9 +8,9 @@ from types import FrameType
 
 from rich.console import Console
 
-from bestiary.cli.parse import Flat, check_parts, load_plugins, parse, take_place
+from bestiary.cli.parse import Flat, check_parts, parse, take_place
 from bestiary.config.experiment import Experiment
-from bestiary.config.plugins import plugin_words
+from bestiary.config.plugins import load_plugins, plugin_words
 from bestiary.errors import UserError
 from bestiary.launch.executor import HERE, Place
 from bestiary.presets import PRESETS, preset

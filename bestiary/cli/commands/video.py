@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from bestiary.cli.parse import check_parts, load_plugins, parse
+from bestiary.cli.parse import check_parts, parse
+from bestiary.config.plugins import load_plugins
 from bestiary.config.schema import parse_command
 from bestiary.envs import EnvConfig
 from bestiary.envs.base import for_evaluation

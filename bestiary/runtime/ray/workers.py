@@ -12,10 +12,9 @@ from torch import Tensor
 
 from bestiary import tree
 from bestiary.acting.actor import Actor
-from bestiary.cli.parse import load_plugins
 from bestiary.config.experiment import Experiment
 from bestiary.config.machine import choose_device, keep_memory, set_threads
-from bestiary.config.plugins import load_file
+from bestiary.config.plugins import load_file, load_plugins
 from bestiary.ops.collective import SINGLE_PROCESS
 from bestiary.runtime import Ray
 from bestiary.runtime.collective import join, meeting

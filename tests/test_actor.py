@@ -13,11 +13,11 @@ from torch import Tensor
 
 from bestiary import tree
 from bestiary.acting.actor import Actor
+from bestiary.acting.episodes import UNROLL, play_episodes
 from bestiary.algos.base import Agent
 from bestiary.envs import Atari, Catch, Gym, Recall
 from bestiary.envs.env_batch import EnvBatch, Raw
 from bestiary.seeding import TRAIN
-from bestiary.training.evaluation import ROWS, play
 from bestiary.types import Episode, Snapshot, Spec, State, TimeStep, Trajectory
 
 SLOTS, T = 3, 7
@@ -307,7 +307,9 @@ class Clockwork(EnvBatch):
 def games(
     episodes: int, env_batch: EnvBatch, mode: Any = "greedy", agent: Agent | None = None, **rules: Any
 ) -> list[Episode]:
-    return play(agent or Diarist(env_batch.spec.num_actions), env_batch, episodes, mode, torch.Generator(), **rules)
+    return play_episodes(
+        agent or Diarist(env_batch.spec.num_actions), env_batch, episodes, mode, torch.Generator(), **rules
+    )
 
 
 def test_every_slot_plays_its_share_of_whole_games():
@@ -347,4 +349,4 @@ def test_play_gives_up_when_no_game_counts():
 def test_play_stops_when_told():
     rounds = iter([False] * 5 + [True])
     # asked before every round of rows; a game takes two rows here
-    assert len(games(1000, Clockwork(1), stop=lambda: next(rounds))) == 5 * ROWS // 2
+    assert len(games(1000, Clockwork(1), stop=lambda: next(rounds))) == 5 * UNROLL // 2

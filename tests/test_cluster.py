@@ -52,7 +52,7 @@ def tiny(name: str, frames: int, **runtime: Any) -> Experiment:
         e,
         frames=frames,
         algo=replace(e.algo, **small),
-        runtime=Ray(**{"envs": 8, "threads": 1, "patience": 60.0, **runtime}),
+        runtime=Ray(**{"envs": 8, "threads": 1, "timeout": 60.0, **runtime}),
         log=replace(e.log, every=min(2_000, max(1, frames // 10)), tensorboard=False),
         evaluation=replace(e.evaluation, every=None, episodes=0, command=()),
     )
@@ -242,7 +242,7 @@ def test_players_a_shard_and_the_evaluator_are_replaced_and_training_goes_on(clu
 
 
 def test_whoever_chooses_for_all_and_a_shard_that_hangs_are_replaced(cluster, tmp_path):
-    e = tiny("recall", 10_000_000, actors=2, inference="shared", patience=5.0, actor_cpus=0.5, address=cluster.address)
+    e = tiny("recall", 10_000_000, actors=2, inference="shared", timeout=5.0, actor_cpus=0.5, address=cluster.address)
     events = tmp_path / "run" / "events.txt"
 
     def said(sentence: str) -> bool:
@@ -266,7 +266,7 @@ def test_whoever_chooses_for_all_and_a_shard_that_hangs_are_replaced(cluster, tm
 
 
 def test_a_player_that_hangs_is_given_up_after_a_while(cluster, tmp_path):
-    e = tiny("recall", 200_000, actors=2, patience=3.0, actor_cpus=0.5, address=cluster.address)
+    e = tiny("recall", 200_000, actors=2, timeout=3.0, actor_cpus=0.5, address=cluster.address)
     stopped: list[int] = []
 
     def stop() -> None:
@@ -289,7 +289,7 @@ def test_a_player_that_hangs_is_given_up_after_a_while(cluster, tmp_path):
 def test_a_node_that_joins_brings_players_and_one_that_dies_or_hangs_costs_its_own(fault, cluster, tmp_path):
     """In a replay whose streams turn together: nobody waits for those that are gone. Before that, the node is slow."""
     second = cluster.add(3)  # the smaller one: the learner is on the other
-    e = tiny("tmaze", 100_000_000, actors=6, min_actors=2, patience=20.0, address=cluster.address)
+    e = tiny("tmaze", 100_000_000, actors=6, min_actors=2, timeout=20.0, address=cluster.address)
     told: list[str] = []
     struck, frames = 0.0, 0
     try:
@@ -316,7 +316,7 @@ def test_a_node_that_joins_brings_players_and_one_that_dies_or_hangs_costs_its_o
 
 def test_an_evaluation_that_stands_still_is_played_again_and_then_left_out(cluster, tmp_path):
     """Long games are waited for, hung ones are not: a process that is stopped says nothing, whatever it plays."""
-    e = tiny("recall", 10_000_000, actors=2, patience=3.0, actor_cpus=0.5, address=cluster.address)
+    e = tiny("recall", 10_000_000, actors=2, timeout=3.0, actor_cpus=0.5, address=cluster.address)
     e = replace(e, evaluation=replace(e.evaluation, every=2_000, episodes=2_000_000))
     seen: dict[int, float] = {}
     stopped: set[int] = set()
@@ -342,7 +342,7 @@ def test_an_evaluation_that_stands_still_is_played_again_and_then_left_out(clust
 def test_a_node_that_dies_with_one_of_two_learners_costs_no_more_than_the_last_checkpoint(cluster, tmp_path):
     second = cluster.add(4)
     until(lambda: cluster.started(second))
-    e = tiny("recall", 100_000_000, actors=2, learners=2, actor_cpus=0.25, learner_cpus=2.5, patience=20.0)
+    e = tiny("recall", 100_000_000, actors=2, learners=2, actor_cpus=0.25, learner_cpus=2.5, timeout=20.0)
     e = replace(e, runtime=replace(e.runtime, address=cluster.address), algo=replace(e.algo, batch_size=4))
     struck = False
     try:
@@ -458,7 +458,7 @@ def test_a_fault_of_the_environment_on_every_actor_ends_the_run_with_its_traceba
         ({"actors": 2, "min_actors": 3}, r"runtime\.min-actors=3 must lie between 1 and runtime\.actors=2"),
         ({"min_batch": 9, "max_batch": 8}, r"runtime\.max-batch=8 must be at least runtime\.min-batch=9"),
         ({"lockstep": True, "inference": "shared"}, r"runtime\.lockstep is for one learner and actors that choose"),
-        ({"patience": 0}, r"runtime\.patience must be positive"),
+        ({"timeout": 0}, r"runtime\.timeout must be positive"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_in_a_sentence(settings, sentence):
@@ -502,10 +502,10 @@ def test_what_is_wrong_with_a_part_is_told_as_it_is_told_without_a_cluster(clust
 
 
 def test_other_versions_on_a_node_are_refused(cluster, monkeypatch, tmp_path):
-    import bestiary.training.run
+    import bestiary.config.machine
 
-    mine = bestiary.training.run.versions()
-    monkeypatch.setattr(bestiary.training.run, "versions", lambda: mine | {"torch": "1.0"})
+    mine = bestiary.config.machine.versions()
+    monkeypatch.setattr(bestiary.config.machine, "versions", lambda: mine | {"torch": "1.0"})
     with pytest.raises(UserError, match=r"has torch \S+, this machine 1\.0: install the same version everywhere"):
         bestiary.train(tiny("recall", 1_000, address=cluster.address), tmp_path / "run")
 

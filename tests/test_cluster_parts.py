@@ -16,6 +16,7 @@ from bestiary.config.extras import available
 from bestiary.errors import UserError
 from bestiary.replay.fifo import columns
 from bestiary.runtime import Ray
+from bestiary.runtime.start import start
 from bestiary.types import TimeStep, Trajectory, transitions
 
 pytestmark = pytest.mark.skipif(not available("ray"), reason="needs the extra ray")
@@ -35,7 +36,7 @@ def trajectory(value: int, first: bool = False, rows: int = 4, streams: int = 2)
 def test_without_ray_the_extra_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r'training on a cluster need the extra "ray": pip install "bestiary\[ray\]"'):
-        Ray().start(bestiary.preset("recall"))
+        start(replace(bestiary.preset("recall"), runtime=Ray()))
 
 
 # -- lanes ---------------------------------------------------------------------------------------------------
@@ -462,7 +463,7 @@ def test_a_learner_that_waits_for_a_silent_shard_has_time_to_say_so(monkeypatch)
     from bestiary.runtime.ray.driver import Task
 
     driver, _ = without_a_cluster(monkeypatch, actors=1)
-    patience = driver.cfg.patience
+    patience = driver.cfg.timeout
     driver.tasks = {object(): Task("learn", 0, time.monotonic() - 1.9 * patience)}
     driver._give_up_on_the_silent()
     driver.tasks = {object(): Task("learn", 0, time.monotonic() - 2.1 * patience)}

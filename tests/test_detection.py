@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bestiary.acting.episodes import UNROLL
 from bestiary.algos import Apex, Dqn, Impala, R2d2, Rcp, SacDiscrete, Udrl
 from bestiary.algos.base import Agent
 from bestiary.cli.commands.detect import Settings, detector_table, print_result
@@ -57,7 +58,6 @@ from bestiary.reward_hacking.detection import (
     visits,
 )
 from bestiary.seeding import DETECTION, EVAL, TRAIN
-from bestiary.training.evaluation import ROWS
 from bestiary.training.run import Run
 from bestiary.types import Episode, Spec, TimeStep
 
@@ -393,7 +393,7 @@ def test_a_policy_with_memory_is_exactly_itself_in_every_state(env):
 
 def test_a_game_that_begins_where_two_unrolls_meet_is_one_game():
     env = Recall(delay=2)  # four rows a game, and 32 an unroll
-    assert ROWS % 4 == 0
+    assert UNROLL % 4 == 0
     games = compare(Fixed(torch.zeros(4)), Fixed(torch.zeros(4)), env.make(2, 0, DETECTION, 1), episodes=40)
     assert np.bincount(games.game).tolist() == [3] * 40 and games.seen.count == 120
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import bestiary
+from bestiary.acting.episodes import EpsilonGreedyAgent, play_episodes
 from bestiary.algos import Dqn
 from bestiary.algos.base import Agent
 from bestiary.cli.commands.eval import print_report
@@ -22,7 +23,7 @@ from bestiary.presets import preset
 from bestiary.runtime import Local
 from bestiary.seeding import EVAL, TRAIN
 from bestiary.training.display import Lines
-from bestiary.training.evaluation import EpsilonGreedyAgent, human_normalised, play, reference_scores
+from bestiary.training.evaluation import human_normalised, reference_scores
 from bestiary.types import TimeStep
 
 
@@ -53,31 +54,31 @@ def run(tmp_path_factory):
 
 def test_every_slot_plays_its_share_so_short_games_are_not_favoured():
     env_batch = Catch().make(4, 0, EVAL, 1)
-    games = play(Still(), env_batch, 10, "greedy", torch.Generator())
+    games = play_episodes(Still(), env_batch, 10, "greedy", torch.Generator())
     assert [sum(e.slot == s for e in games) for s in range(4)] == [3, 3, 2, 2]
     assert all(e.steps == 9 for e in games)
 
 
 def test_memory_is_carried_within_a_game_and_dropped_between_games():
     agent, env_batch = Still(), Catch().make(2, 0, EVAL, 1)
-    play(agent, env_batch, 4, "greedy", torch.Generator())
+    play_episodes(agent, env_batch, 4, "greedy", torch.Generator())
     assert agent.ages.max() <= 10
 
 
 def test_positive_only_replays_until_the_final_score_is_positive():
     env_batch = Catch().make(4, 0, EVAL, 1)
-    games = play(Still(), env_batch, 8, "greedy", torch.Generator(), accept=lambda e: e.score > 0)
+    games = play_episodes(Still(), env_batch, 8, "greedy", torch.Generator(), accept=lambda e: e.score > 0)
     assert [e.score for e in games] == [1.0] * 8
 
 
 def test_positive_only_gives_up_in_a_sentence():
     env_batch = Catch().make(2, 0, EVAL, 1)
     with pytest.raises(ValueError, match="had a positive score"):
-        play(Still(), env_batch, 2, "greedy", torch.Generator(), accept=lambda e: False)
+        play_episodes(Still(), env_batch, 2, "greedy", torch.Generator(), accept=lambda e: False)
 
 
 def test_a_stopped_evaluation_returns_what_it_has():
-    assert play(Still(), Catch().make(2, 0, EVAL, 1), 4, "greedy", torch.Generator(), stop=lambda: True) == []
+    assert play_episodes(Still(), Catch().make(2, 0, EVAL, 1), 4, "greedy", torch.Generator(), stop=lambda: True) == []
 
 
 @pytest.mark.parametrize("epsilon", [0.25, 1.0])
@@ -100,7 +101,7 @@ def test_epsilon_reaches_every_kind_of_agent_and_draws_only_from_its_own_stream(
 
     def scores(epsilon):
         env_batch, rng = Catch().make(4, 0, EVAL, 1), torch.Generator().manual_seed(0)
-        return [e.score for e in play(agent, env_batch, 40, "greedy", rng, epsilon=epsilon)]
+        return [e.score for e in play_episodes(agent, env_batch, 40, "greedy", rng, epsilon=epsilon)]
 
     before = torch.get_rng_state()
     assert scores(0.5) == scores(0.5) != scores(0.0)
@@ -124,8 +125,8 @@ def test_epsilon_is_part_of_the_protocol(run, capsys):
 def test_epsilon_holds_for_evaluations_during_training(monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr(
-        "bestiary.training.evaluation.play",
-        lambda *args, **options: asked.append(options["epsilon"]) or play(*args, **options),
+        "bestiary.runtime.evaluation.play_episodes",
+        lambda *args, **options: asked.append(options["epsilon"]) or play_episodes(*args, **options),
     )
     base = preset("catch")
     plan = Evaluation(every=400, episodes=2, epsilon=0.25)

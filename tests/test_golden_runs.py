@@ -17,6 +17,7 @@ from bestiary.config.experiment import Experiment, family
 from bestiary.envs import Recall
 from bestiary.presets import preset
 from bestiary.runtime import Local
+from bestiary.runtime.start import start
 
 FILE = Path(__file__).parent / "data" / "golden_runs.json"
 NARROW = {"hidden": 16, "width": 16, "heads": 2, "layers": 1, "feedforward": 16, "window": 6}
@@ -41,7 +42,7 @@ def experiment(algo: str, core: str) -> Experiment:
 
 def numbers(algo: str, core: str) -> dict[str, float]:
     """Metrics once 1, 10 and 50 updates are made, and the mean score on the way."""
-    runtime = experiment(algo, core).runtime.start(experiment(algo, core))
+    runtime = start(experiment(algo, core))
     out, scores, marks = {}, [], [1, 10, 50]
     for progress in runtime:
         scores += [e.score for e in progress.episodes]

@@ -23,6 +23,7 @@ from bestiary.envs.env_batch import EnvBatch
 from bestiary.envs.gym import GymEnvBatch, Shards
 from bestiary.presets import preset
 from bestiary.runtime import Local
+from bestiary.runtime.start import start
 from bestiary.seeding import EVAL, TRAIN
 from bestiary.types import Episode, Snapshot, TimeStep
 
@@ -246,7 +247,7 @@ def experiment(cfg: LunarLander) -> Experiment:
 @both
 def test_a_resumed_run_goes_on_where_episodes_can_be_saved_and_begins_new_ones_elsewhere(backend: str):
     planned = experiment(LunarLander(backend=backend))
-    with closing(planned.runtime.start(planned)) as run, closing(planned.runtime.start(planned)) as resumed:
+    with closing(start(planned)) as run, closing(start(planned)) as resumed:
         progress = iter(run)
         for _ in range(2):
             next(progress)

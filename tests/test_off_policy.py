@@ -25,6 +25,7 @@ from bestiary.errors import UserError
 from bestiary.nets import Mlp, Net, SmallCnn, Torso
 from bestiary.nets.optim import Adam, RmsProp
 from bestiary.runtime import Local, Overlap
+from bestiary.runtime.start import start
 from bestiary.training.display import NullDisplay
 from bestiary.training.run import Run
 from bestiary.training.session import Session
@@ -719,7 +720,7 @@ def test_half_a_run_resumed_equals_the_whole_run_bit_for_bit(name, tmp_path):
 
 
 def test_weights_bring_the_actor_how_much_to_explore():
-    runtime = short(ALGOS["dqn-windows"]).runtime.start(short(ALGOS["dqn-windows"]))
+    runtime = start(short(ALGOS["dqn-windows"]))
     seen = set()
     for _ in runtime:
         learner, acting = runtime.learner, runtime.actor

@@ -31,6 +31,7 @@ from bestiary.envs.reward_components import Move, Proxy, worth
 from bestiary.envs.riverraid import COMPONENTS, FULL, NOOP, PROXIES, UP, Plane, RiverraidGame, fuel_in, reward_of
 from bestiary.nets import Net, Shallow
 from bestiary.runtime import Local
+from bestiary.runtime.start import start
 from bestiary.seeding import TRAIN
 from bestiary.types import Snapshot
 
@@ -511,7 +512,7 @@ class Seen(NamedTuple):
 
 
 def learn(experiment: Experiment) -> Seen:
-    runtime = experiment.runtime.start(experiment)
+    runtime = start(experiment)
     seen = Seen([], [], [], {}, [])
     add, sample, act = runtime.replay.add, runtime.replay.sample, runtime.actor.agent.act
 
@@ -596,7 +597,7 @@ def held(found: Any) -> list[bytes]:
 
 def remembered(experiment: Experiment) -> dict[str, list[bytes]]:
     """What a run would save of its replay and of its learner, once it has learnt."""
-    runtime = experiment.runtime.start(experiment)
+    runtime = start(experiment)
     try:
         updates = max(progress.updates for progress in runtime)
         assert updates > 0

@@ -22,8 +22,9 @@ from bestiary.cores import DeltaNet, Gpt, Lstm
 from bestiary.envs import Atari, Catch, Gym, Recall, TMaze
 from bestiary.nets import Net, Shallow
 from bestiary.presets import preset
-from bestiary.runtime import Local, Overlap
-from bestiary.training import checkpoint, evaluation
+from bestiary.runtime import Local, Overlap, evaluation
+from bestiary.runtime.start import start
+from bestiary.training import checkpoint
 from bestiary.training.display import Lines, NullDisplay
 from bestiary.training.run import Run
 from bestiary.training.session import Session
@@ -132,7 +133,7 @@ def test_dropout_resumes_exactly_and_does_not_notice_evaluations(tmp_path):
 def test_a_gpt_learns_from_the_memory_its_actor_had(tmp_path):
     """Acting writes into the memory in place: what a trajectory starts from must not change under it."""
     small = Gpt(width=8, heads=2, layers=1, feedforward=8, window=3)
-    runtime = tiny(core=small).runtime.start(tiny(core=small))
+    runtime = start(tiny(core=small))
     agent, rhos = runtime.learner.agent, []
     for _ in range(5):
         trajectory, _ = runtime.actor.unroll()
@@ -249,7 +250,7 @@ def test_evaluation_never_touches_the_training_stream(beside, tmp_path):
     for core in (Lstm(hidden=8), dropout):  # one draws random numbers while it learns
         experiment = tiny(core=core, frames=1_500)
         plain = bestiary.train(experiment, tmp_path / f"{core} plain")
-        often = Evaluation(every=300, episodes=5, mode="sampled", epsilon=0.3, beside=beside)
+        often = Evaluation(every=300, episodes=5, mode="sampled", epsilon=0.3, background=beside)
         evaluated = bestiary.train(replace(experiment, evaluation=often), tmp_path / f"{core} evaluated")
         assert len(rows(evaluated, "evaluations.csv")) > 1
         assert same(weights(plain), weights(evaluated))
@@ -258,8 +259,10 @@ def test_evaluation_never_touches_the_training_stream(beside, tmp_path):
 
 def test_evaluations_play_as_they_are_told(tmp_path, monkeypatch):
     modes = []
-    really = evaluation.play
-    monkeypatch.setattr(evaluation, "play", lambda *args, **kw: (modes.append(args[3]), really(*args, **kw))[1])
+    really = evaluation.play_episodes
+    monkeypatch.setattr(
+        evaluation, "play_episodes", lambda *args, **kw: (modes.append(args[3]), really(*args, **kw))[1]
+    )
     for mode in ("greedy", "sampled"):
         bestiary.train(tiny(frames=100, evaluation=Evaluation(episodes=2, mode=mode)), tmp_path / mode)
     assert modes == ["greedy", "sampled"]
@@ -268,7 +271,7 @@ def test_evaluations_play_as_they_are_told(tmp_path, monkeypatch):
 # -- evaluation beside training ----------------------------------------------------------------------------------
 
 
-BESIDE = tiny(evaluation=Evaluation(every=500, episodes=12, beside=True), checkpoint=Checkpoints(best=9))
+BESIDE = tiny(evaluation=Evaluation(every=500, episodes=12, background=True), checkpoint=Checkpoints(best=9))
 
 
 class Notes(NullDisplay):
@@ -291,14 +294,14 @@ def evaluating() -> bool:
 
 def play_slowly(monkeypatch, until) -> None:
     """Games beside training last until something has happened, or until they are told to stop."""
-    really = evaluation.play
+    really = evaluation.play_episodes
 
     def play(*args, stop, **options):
         if threading.current_thread().name == "evaluation":
             assert wait_for(lambda: until() or stop())
         return really(*args, stop=stop, **options)
 
-    monkeypatch.setattr(evaluation, "play", play)
+    monkeypatch.setattr(evaluation, "play_episodes", play)
 
 
 def wait_for(what, seconds=60) -> bool:
@@ -310,7 +313,7 @@ def wait_for(what, seconds=60) -> bool:
 
 
 def test_an_evaluation_beside_training_is_of_the_weights_it_began_with(tmp_path, monkeypatch):
-    still = replace(BESIDE, evaluation=replace(BESIDE.evaluation, beside=False))
+    still = replace(BESIDE, evaluation=replace(BESIDE.evaluation, background=False))
     waited = bestiary.train(still, tmp_path / "waited")
     go = threading.Semaphore(0)
     play_slowly(monkeypatch, lambda: go.acquire(blocking=False) or session.runtime.frames >= BESIDE.frames)
@@ -318,7 +321,7 @@ def test_an_evaluation_beside_training_is_of_the_weights_it_began_with(tmp_path,
     for progress in session:
         if session.beside is not None and progress.frames >= session.beside.frames + 200:
             go.release()
-            assert wait_for(lambda: not session.beside.playing)
+            assert wait_for(lambda: not session.beside.running)
     assert rows(session.run, "evaluations.csv") == rows(waited, "evaluations.csv")
     assert len(screen.told) > 4
     assert {name for _, name in screen.told} == {threading.current_thread().name}
@@ -375,7 +378,7 @@ def test_leaving_the_loop_keeps_an_evaluation_that_was_played_to_its_end(tmp_pat
     session = Session(BESIDE, tmp_path / "run", NullDisplay())
     for _ in session:
         if session.beside is not None:
-            assert wait_for(lambda: not session.beside.playing)
+            assert wait_for(lambda: not session.beside.running)
             break
     gc.collect()
     assert [int(r["frames"]) for r in rows(session.run, "evaluations.csv")] == [session.runtime.frames]
@@ -390,8 +393,10 @@ def test_when_training_fails_its_evaluation_is_kept_if_whole_and_else_broken_off
     def play(*_, stop, **__):
         return [Episode(0, 1.0, 1, 1, (1.0,), False)] * 3 if whole or not wait_for(stop) else []
 
-    monkeypatch.setattr(evaluation, "play", play)
-    plan = Evaluation(every=190 if whole else 100, episodes=3, beside=True)  # begun at the last rows before it fails
+    monkeypatch.setattr(evaluation, "play_episodes", play)
+    plan = Evaluation(
+        every=190 if whole else 100, episodes=3, background=True
+    )  # begun at the last rows before it fails
     experiment = tiny(Gym("test/Explodes-v0"), net=Net(), runtime=runtime, evaluation=plan)
     with pytest.raises(ZeroDivisionError, match="own mistake"):
         bestiary.train(experiment, tmp_path / "run")
@@ -405,7 +410,7 @@ def test_a_mistake_in_an_evaluation_beside_training_is_raised_where_training_is(
     def games_with_a_mistake(*_, **__):
         raise ZeroDivisionError("the games' own mistake")
 
-    monkeypatch.setattr(evaluation, "play", games_with_a_mistake)
+    monkeypatch.setattr(evaluation, "play_episodes", games_with_a_mistake)
     with pytest.raises(ZeroDivisionError, match="own mistake") as told:
         bestiary.train(BESIDE, tmp_path / "run")
     assert "games_with_a_mistake" in [entry.name for entry in told.traceback]
@@ -420,23 +425,23 @@ def test_networks_for_an_evaluation_are_built_where_training_is_and_leave_its_st
     monkeypatch.setattr(
         evaluation, "build_agent", lambda *args: builders.append(threading.current_thread()) or really(*args)
     )
-    runtime = BESIDE.runtime.start(BESIDE)
+    runtime = start(BESIDE)
     before = torch.get_rng_state()
     beside = evaluation.ThreadedEvaluation(BESIDE, 0, runtime.weights(), runtime.device)
-    beside.end(lambda: False)
+    beside.finish(lambda: False)
     runtime.close()
-    assert len(beside.games()) == 12
+    assert len(beside.episodes()) == 12
     assert builders == [threading.current_thread()]
     assert torch.get_rng_state().equal(before)
 
 
 def test_an_evaluation_beside_training_leaves_it_its_threads():
-    runtime = BESIDE.runtime.start(BESIDE)
+    runtime = start(BESIDE)
     told = []
 
     def training():  # in a thread of its own, which has not been asked for its number before
         torch.set_num_threads(2)
-        evaluation.ThreadedEvaluation(BESIDE, 0, runtime.weights(), runtime.device).end()
+        evaluation.ThreadedEvaluation(BESIDE, 0, runtime.weights(), runtime.device).finish()
         told.append(torch.get_num_threads())
 
     thread = threading.Thread(target=training)

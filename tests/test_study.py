@@ -24,6 +24,7 @@ from bestiary.ops.policy import entropy, kl
 from bestiary.presets import preset
 from bestiary.reward_hacking.study import apart, parted, plan
 from bestiary.runtime import Local
+from bestiary.runtime.start import start
 from bestiary.training.run import Run
 from bestiary.types import Batch, Spec
 
@@ -193,7 +194,7 @@ def test_the_divergence_of_two_policies_is_exact():
 
 
 def learner_and_batch(experiment: Experiment):
-    runtime = experiment.runtime.start(experiment)
+    runtime = start(experiment)
     trajectory, _ = runtime.actor.unroll()
     return runtime.learner, Batch(trajectory)
 

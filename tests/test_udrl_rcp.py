@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import bestiary
 from bestiary import tree
 from bestiary.acting.actor import Actor
+from bestiary.acting.episodes import play_episodes
 from bestiary.algos import Impala, Rcp, Udrl
 from bestiary.algos.exploration import Fixed
 from bestiary.algos.return_conditioned.learner import NETWORKS, CommandAgent, Commanded, CommandLearner
@@ -33,7 +34,7 @@ from bestiary.nets.optim import Adam, AdamW, RmsProp
 from bestiary.ops.commands import aim
 from bestiary.presets import preset
 from bestiary.runtime import Local
-from bestiary.training.evaluation import commanded, play
+from bestiary.training.evaluation import commanded
 from bestiary.types import Batch, Episode, Spec, TimeStep, Trajectory
 
 double = pytest.mark.usefixtures("_double")
@@ -1062,7 +1063,7 @@ def test_games_are_played_as_told(mode):
     agent.aim_at(aim(np.array([[7.0, 7.0]]), spread=5.0))
     agent.tell((0.5, 4.0))
     for epsilon in (0.0, 0.5):
-        games = play(agent, env_batch, 7, mode, generator(), epsilon=epsilon)
+        games = play_episodes(agent, env_batch, 7, mode, generator(), epsilon=epsilon)
         assert [e.asked for e in games] == [(0.5, 4.0)] * 7
 
 

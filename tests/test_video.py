@@ -242,7 +242,7 @@ def test_beneath_each_picture_is_what_had_been_earned_then_and_what_was_done_nex
     env_batch = TMaze(length=2, active=True).make(1, 0, 0, 1)  # who does not come back pays half a point a step
     env_batch.watch()
     album = Album()
-    games = video.play(Filming(Told(), env_batch, album, 2, None), env_batch, 2, "greedy", torch.Generator())
+    games = video.play_episodes(Filming(Told(), env_batch, album, 2, None), env_batch, 2, "greedy", torch.Generator())
     assert [e.steps for e in games] == [5, 5]
     assert [w["game"] for w in told] == ["1 of 2"] * 6 + ["2 of 2"] * 6
     assert [w["step"] for w in told] == list("012345") * 2

@@ -13,8 +13,8 @@ from bestiary.config.machine import choose_device, cores
 from bestiary.cores.base import Core
 from bestiary.envs.env_batch import EnvBatch
 from bestiary.errors import UserError
+from bestiary.runtime.evaluation import build_agent
 from bestiary.seeding import INSPECTION, substream
-from bestiary.training.evaluation import build_agent
 from bestiary.training.run import Run
 
 UNITS_SHOWN = 64

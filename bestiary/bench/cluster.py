@@ -18,6 +18,7 @@ from bestiary.config.machine import cores
 from bestiary.presets import preset
 from bestiary.runtime import Local, Overlap, Ray
 from bestiary.runtime.local import LocalRuntime
+from bestiary.runtime.start import start
 from bestiary.types import Batch, Progress
 
 
@@ -132,7 +133,7 @@ def main(cfg: Settings) -> dict[str, Any]:
     for _ in range(cfg.rounds):
         for name, runtime in chosen.items():
             experiment = atari(cfg, runtime)
-            with closing(runtime.start(experiment)) as running:
+            with closing(start(experiment)) as running:
                 loop = iter(running)
                 next(loop)
                 speed, told[name] = steps_per_second(loop, cfg.seconds)
@@ -177,7 +178,7 @@ def main(cfg: Settings) -> dict[str, Any]:
 def point(cfg: Settings, many: int) -> float:
     """Agent steps a second of so many actors with all the environments each."""
     runtime = Ray(actors=many, envs=cfg.envs, actor_cpus=max(0.1, (cores() - 1) / many))
-    with closing(runtime.start(atari(cfg, runtime))) as running:
+    with closing(start(atari(cfg, runtime))) as running:
         loop = iter(running)
         next(loop)
         return steps_per_second(loop, 2 * cfg.seconds)[0]

@@ -14,6 +14,7 @@ from bestiary.envs.atari import AtariEnvBatch
 from bestiary.nets import Resnet, Shallow
 from bestiary.presets import preset
 from bestiary.runtime.local import LocalRuntime
+from bestiary.runtime.start import start
 from bestiary.types import Batch
 
 
@@ -42,7 +43,7 @@ def measure(cfg: Settings, net: str) -> dict[str, float]:
         algo=replace(base.algo, unroll=cfg.unroll, batch_size=cfg.envs),
         runtime=replace(base.runtime, envs=cfg.envs, threads=cfg.threads),
     )
-    runtime = experiment.runtime.start(experiment)
+    runtime = start(experiment)
     assert isinstance(runtime, LocalRuntime)
     loop = iter(runtime)
     next(loop)

@@ -27,6 +27,7 @@ from bestiary.presets import preset
 from bestiary.replay.prioritized import PrioritizedReplay
 from bestiary.runtime import Local, Overlap
 from bestiary.runtime.local import LocalRuntime
+from bestiary.runtime.start import start
 from bestiary.seeding import TRAIN
 from bestiary.types import Batch, Progress, Update
 
@@ -190,7 +191,7 @@ def measure(cfg: Settings) -> dict[str, float]:
     experiment = cfg.experiment()
     algo = experiment.algo
     assert isinstance(algo, Apex | R2d2)
-    with closing(experiment.runtime.start(experiment)) as runtime:
+    with closing(start(experiment)) as runtime:
         assert isinstance(runtime, LocalRuntime)
         fill(runtime)
         parts, loop = Parts(experiment, runtime), Loop(runtime)

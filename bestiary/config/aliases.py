@@ -18,7 +18,10 @@ class Removed(NamedTuple):
 KINDS: dict[str, str] = {}
 
 # kind (of today) -> {old field: new field (dotted where it is nested now), or Removed(value)}
-FIELDS: dict[str, dict[str, str | Removed]] = {}
+FIELDS: dict[str, dict[str, str | Removed]] = {
+    "evaluation": {"beside": "background"},
+    "ray": {"patience": "timeout"},
+}
 
 # kind (of today) -> {field: {old value: new value}}, for choices that were renamed
 VALUES: dict[str, dict[str, dict[str, str]]] = {}

@@ -15,7 +15,7 @@ from bestiary.cores import CoreConfig, Ff
 from bestiary.envs import Atari, Catch, EnvConfig
 from bestiary.errors import UserError
 from bestiary.nets import Net
-from bestiary.runtime import Local, RuntimeConfig
+from bestiary.runtime.config import Local, RuntimeConfig
 from bestiary.types import Mode
 
 
@@ -27,7 +27,7 @@ class Evaluation:
     """frames between evaluations; None: only at the end"""
     episodes: int = 20
     """whole games per evaluation; 0: never evaluate"""
-    beside: bool = False
+    background: bool = False
     """play in a thread of its own while training goes on; one that is due while the last still plays is left out"""
     mode: Mode = "greedy"
     """play the best action, or one drawn from the policy; `best` is the checkpoint that does this best"""
@@ -127,7 +127,9 @@ class Experiment:
             if not isinstance(self.algo, Commanded):
                 raise UserError(UNCOMMANDED.replace("--", "--evaluation."))
             self.algo.check_command(self.evaluation.command)
-        self.algo.replay(self.runtime.streams).share(*self.runtime.parts)  # refuses a batch that can never be filled
+        self.algo.replay(self.runtime.streams).share(
+            *self.runtime.shards_and_learners
+        )  # refuses a batch that can never be filled
 
     def to_json(self) -> str:
         return json.dumps(encode(self), indent=2)

@@ -18,6 +18,7 @@ from bestiary.launch.executor import HERE, Ended, Place, evaluations, finished, 
 from bestiary.presets import memory_rl
 from bestiary.presets.budgets import MEMORY_RL
 from bestiary.runtime.local import LocalRuntime
+from bestiary.runtime.start import start
 
 Scale = Literal["small", "paper"]
 FIGURES = {  # which tasks its panels show
@@ -92,7 +93,7 @@ def plan(figure: str, scale: Scale, seeds: int, memories: Sequence[str], root: P
 
 def seconds_per_frame(experiment: Experiment) -> float:
     """Measured here and now: an unroll and a few updates, weighed as the run would."""
-    runtime = experiment.runtime.start(experiment)
+    runtime = start(experiment)
     assert isinstance(runtime, LocalRuntime)
     try:
         acting = learning = 0.0

@@ -43,7 +43,7 @@ apex_paper = Experiment(
     net=Net(encoder=PLAIN, frame_stack=4, prev_action=False, prev_reward=False),
     runtime=Overlap(envs=360),
     frames=22_800_000_000,
-    evaluation=Evaluation(every=10_000_000, episodes=30, beside=True, epsilon=1e-3),
+    evaluation=Evaluation(every=10_000_000, episodes=30, background=True, epsilon=1e-3),
     checkpoint=Checkpoints(best=5),
 )
 
@@ -88,7 +88,7 @@ apex_rela = replace(
         optimizer=RmsProp(lr=6.25e-5, alpha=0.99, eps=1.5e-7),  # a far smaller epsilon than the paper's inside the root
     ),
     net=replace(apex_paper.net, encoder=SMALL),
-    evaluation=Evaluation(every=10_000_000, episodes=10, beside=True),
+    evaluation=Evaluation(every=10_000_000, episodes=10, background=True),
 )
 
 r2d2_rela = replace(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from bestiary import tree
 from bestiary.acting.actor import Actor
+from bestiary.acting.episodes import UNROLL, quotas
 from bestiary.algos.base import Agent, AgentWrapper
 from bestiary.algos.exploration import Fixed
 from bestiary.algos.return_conditioned.learner import Commanded
@@ -31,8 +32,9 @@ from bestiary.envs.env_batch import EnvBatch
 from bestiary.envs.reward_components import SCORE
 from bestiary.errors import UserError
 from bestiary.ops import policy
+from bestiary.runtime.evaluation import build_agent
 from bestiary.seeding import ACTIONS, DETECTION, derive, substream
-from bestiary.training.evaluation import ROWS, build_agent, played_in, quotas
+from bestiary.training.evaluation import played_in
 from bestiary.training.run import Run
 from bestiary.types import Episode, Mode, Spec, State, TimeStep
 
@@ -180,7 +182,7 @@ def play(agent: Agent, env_batch: EnvBatch, episodes: int, mode: Mode, rng: torc
     slot = torch.arange(env_batch.num_envs)
     quota = torch.tensor(quotas(episodes, env_batch.num_envs))
     explorer = None if mode == "greedy" else Fixed(torch.zeros(env_batch.num_envs))
-    actor = Actor(env_batch, agent, explorer, ROWS, 0, rng.device)
+    actor = Actor(env_batch, agent, explorer, UNROLL, 0, rng.device)
     actor.rng = rng
     begun, ended = torch.zeros_like(quota), torch.zeros_like(quota)
     played: list[Episode] = []

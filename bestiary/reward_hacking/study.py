@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bestiary.acting.episodes import play_episodes, quotas
 from bestiary.config.experiment import Experiment
 from bestiary.config.extras import require
 from bestiary.config.schema import encode, kebab
@@ -32,9 +33,9 @@ from bestiary.nets import Resnet, Shallow
 from bestiary.reward_hacking.report.figures import MODES
 from bestiary.reward_hacking.report.page import write_report
 from bestiary.reward_hacking.statistics import pearson
+from bestiary.runtime.evaluation import build_agent
 from bestiary.seeding import ACTIONS, EVAL, derive, substream
 from bestiary.training.display import count, duration
-from bestiary.training.evaluation import build_agent, play, quotas
 from bestiary.training.run import Run
 from bestiary.types import Episode, Mode
 
@@ -259,7 +260,7 @@ def games_in(
     """Whole games; fewer if told to stop. Closes the world."""
     try:
         agent = build_agent(job.experiment, env_batch.spec, weights, torch.device("cpu"))
-        return play(
+        return play_episodes(
             agent, env_batch, games, mode, torch.Generator().manual_seed(derive(job.seed, EVAL, ACTIONS)), stop=stop
         )
     finally:

@@ -11,8 +11,8 @@ from bestiary.acting.actor import Actor
 from bestiary.algos.base import Learner, load_weights
 from bestiary.config.experiment import Experiment
 from bestiary.config.machine import choose_device, cores, keep_memory, set_threads
+from bestiary.runtime.evaluation import ThreadedEvaluation, prepare
 from bestiary.seeding import ACTIONS, LEARNING, TRAIN, WEIGHTS, derive
-from bestiary.training.evaluation import ThreadedEvaluation, prepare
 from bestiary.types import Batch, Episode, Metrics, Progress, Snapshot, Spec, Trajectory, Update
 
 
@@ -57,7 +57,7 @@ def learn(learner: Learner, batch: Batch, seed: int, device: torch.device) -> Up
     return update._replace(metrics=update.metrics | {"policy_lag": lag}) if update.metrics else update
 
 
-def begin_with(learner: Learner, weights: dict[str, Tensor], learnt: Snapshot) -> None:
+def init_from(learner: Learner, weights: dict[str, Tensor], learnt: Snapshot) -> None:
     """What another run has learnt, under this experiment's own schedules."""
     load_weights(learner.agent, weights, "than this experiment's")
     fresh = {k: v for k, v in learner.state_dict().items() if k in ("optimizer", "updates", "steps")}
@@ -70,10 +70,10 @@ class LocalRuntime:
     Between two Progress everything is at rest, so `state_dict` taken there continues bit for bit.
     """
 
-    exact = True  # whether a resumed run equals an uninterrupted one
-    introduction: tuple[str, ...] = ()  # what a person should know before it starts
+    exact_resume = True  # whether a resumed run equals an uninterrupted one
+    startup_messages: tuple[str, ...] = ()  # what a person should know before it starts
     notes: Sequence[str] = ()  # what became known since the last Progress
-    apart = False  # whether evaluations are played elsewhere, so that training need not wait for them
+    evaluates_remotely = False  # whether evaluations are played elsewhere, so that training need not wait for them
 
     def __init__(self, experiment: Experiment) -> None:
         self.experiment = experiment
@@ -136,15 +136,15 @@ class LocalRuntime:
     def _write_back(self, keys: Tensor, priorities: Tensor) -> None:
         self.replay.update(keys, priorities)
 
-    def begin_with(self, weights: dict[str, torch.Tensor], learnt: Snapshot) -> None:
-        begin_with(self.learner, weights, learnt)
+    def init_from(self, weights: dict[str, torch.Tensor], learnt: Snapshot) -> None:
+        init_from(self.learner, weights, learnt)
 
     @property
     def updates(self) -> int:
         return self.learner.updates
 
     @property
-    def experience(self) -> int:
+    def replay_bytes(self) -> int:
         """Bytes of what was played and is kept."""
         return self.replay.bytes
 
@@ -152,7 +152,7 @@ class LocalRuntime:
         """Games of an evaluation; fewer than planned if told to stop."""
         return prepare(self.experiment, weights, self.device, self.threads)(stop)
 
-    def evaluate_beside(self, weights: dict[str, Tensor]) -> ThreadedEvaluation:
+    def evaluate_async(self, weights: dict[str, Tensor]) -> ThreadedEvaluation:
         """Begin an evaluation while training goes on."""
         return ThreadedEvaluation(self.experiment, self.frames, weights, self.device)
 
@@ -172,7 +172,7 @@ class LocalRuntime:
                 state["replay"] = self.replay.state_dict()
             # what has been seen counts in new episodes too
             explorer = {"explorer": self.explorer.state_dict()}
-            state["actor"] = self.actor.state_dict() if self.exact and self.env_batch.resumable else explorer
+            state["actor"] = self.actor.state_dict() if self.exact_resume and self.env_batch.resumable else explorer
         return state
 
     def load_state_dict(self, weights: dict[str, torch.Tensor], state: Snapshot) -> None:
@@ -196,7 +196,7 @@ class LocalRuntime:
     def can_continue(self, state: Snapshot) -> bool:
         """Whether the running episodes of a saved run can go on here: same environments, and saved at rest."""
         row = state.get("actor", {}).get("row")
-        able = self.exact and self.env_batch.resumable
+        able = self.exact_resume and self.env_batch.resumable
         return able and row is not None and len(row[1]) == self.env_batch.num_envs
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ class OverlapRuntime(LocalRuntime):
     half of one. A failure in the actor is raised here, at once.
     """
 
-    exact = False  # episodes are under way in the other thread: a resumed run starts new ones
+    exact_resume = False  # episodes are under way in the other thread: a resumed run starts new ones
 
     def __init__(self, experiment: Experiment) -> None:
         self.changed = threading.Condition()  # guards the replay and what follows

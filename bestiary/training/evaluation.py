@@ -2,24 +2,17 @@
 
 import json
 import re
-import threading
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from bestiary.acting.actor import Actor
-from bestiary.algos.base import UNCOMMANDED, Agent, AgentWrapper, load_weights
-from bestiary.algos.exploration import Fixed
-from bestiary.algos.return_conditioned.learner import Commanded
+from bestiary.acting.episodes import play_episodes
 from bestiary.config.experiment import Experiment
 from bestiary.config.machine import choose_device, cores, keep_memory, set_threads
 from bestiary.config.schema import differences, encode
@@ -29,63 +22,10 @@ from bestiary.envs.env_batch import EnvBatch
 from bestiary.envs.reward_components import Weights, file_name, parse_reward, worth
 from bestiary.errors import UserError
 from bestiary.ops import stats
-from bestiary.ops.policy import epsilon_greedy
+from bestiary.runtime.evaluation import build_agent
 from bestiary.seeding import ACTIONS, EVAL, derive, substream
 from bestiary.training.run import Run
-from bestiary.types import Episode, Mode, Spec, State, TimeStep
-
-ROWS = 32  # between two looks at what has ended
-ATTEMPTS = 20  # games per wanted positive one, before giving up
-
-
-class EpsilonGreedyAgent(AgentWrapper):
-    """Another agent, but with a chance of epsilon it does anything at all."""
-
-    def __init__(self, agent: Agent, epsilon: float, num_actions: int) -> None:
-        super().__init__(agent)
-        self.epsilon = torch.tensor(epsilon)
-        self.num_actions = num_actions
-
-    def act(
-        self, step: TimeStep, state: State, explore: Tensor | None, rng: torch.Generator
-    ) -> tuple[Tensor, dict[str, Tensor], State]:
-        meant, aux, state = self.agent.act(step, state, explore, rng)
-        return epsilon_greedy(F.one_hot(meant, self.num_actions), self.epsilon, rng), aux, state
-
-
-def quotas(episodes: int, slots: int) -> list[int]:
-    """So many games for each slot: if the first to end counted, quick games would be over-represented."""
-    return [episodes // slots + (slot < episodes % slots) for slot in range(slots)]
-
-
-@torch.no_grad()
-def play(
-    agent: Agent,
-    env_batch: EnvBatch,
-    episodes: int,
-    mode: Mode,
-    rng: torch.Generator,
-    accept: Callable[[Episode], bool] = lambda e: True,
-    stop: Callable[[], bool] = lambda: False,
-    epsilon: float = 0.0,
-) -> list[Episode]:
-    """Whole games. Every slot has its quota, so quick games are not over-represented."""
-    n = env_batch.num_envs
-    agent = EpsilonGreedyAgent(agent, epsilon, env_batch.spec.num_actions) if epsilon else agent
-    quota = quotas(episodes, n)
-    actor = Actor(env_batch, agent, None if mode == "greedy" else Fixed(torch.zeros(n)), ROWS, 0, rng.device)
-    actor.rng = rng
-    played: list[Episode] = []
-    tries = 0
-    while any(quota) and not stop():
-        for e in actor.unroll()[1]:
-            tries += quota[e.slot] > 0
-            if quota[e.slot] > 0 and accept(e):
-                quota[e.slot] -= 1
-                played.append(e)
-        if tries > ATTEMPTS * episodes:
-            raise UserError(f"only {len(played)} of {tries} games had a positive score; {episodes} were asked for")
-    return sorted(played, key=lambda e: e.slot)
+from bestiary.types import Episode, Mode, Spec
 
 
 @cache
@@ -100,24 +40,6 @@ def human_normalised(game: str, score: float) -> float | None:
     row = by_name.get(game.lower(), {})
     human, random = row.get("human"), row.get("random")
     return None if human is None or random is None else (score - random) / (human - random)
-
-
-def build_agent(
-    experiment: Experiment,
-    spec: Spec,
-    weights: dict[str, torch.Tensor],
-    device: torch.device,
-    command: tuple[float, ...] | None = None,
-) -> Agent:
-    """An agent to be looked at; `command` as in `evaluate`."""
-    agent = experiment.algo.agent(spec, experiment.net, experiment.core)
-    load_weights(agent, weights, "than experiment.json describes")
-    asked = experiment.evaluation.command if command is None else command
-    if asked:
-        agent.tell(asked)
-    elif command is not None and not isinstance(experiment.algo, Commanded):
-        raise UserError(UNCOMMANDED)
-    return agent.to(device).eval()
 
 
 def played_in(experiment: Experiment, env: EnvConfig | None) -> tuple[Experiment, list[str]]:
@@ -230,7 +152,7 @@ def evaluate(
             accept = (lambda e: count(e).score > 0) if positive_only else (lambda e: True)
             agent = build_agent(experiment, env_batch.spec, saved.weights, where, command)
             rng = torch.Generator(where).manual_seed(derive(experiment.seed, stream, ACTIONS))
-            played = play(agent, env_batch, episodes, mode, rng, accept, epsilon=epsilon)
+            played = play_episodes(agent, env_batch, episodes, mode, rng, accept, epsilon=epsilon)
             return env_batch.spec, [count(e) for e in played]
         finally:
             env_batch.close()
@@ -268,92 +190,3 @@ def evaluate(
     name = f"eval-{saved.meta['frames']}-{runs}x{episodes}-seed{seed}{which}{kind}.json"
     run.write(name, json.dumps(out, indent=2))
     return out | {"file": str(run.path / name)}
-
-
-def evaluated_in(experiment: Experiment) -> EnvConfig:
-    """The environment of evaluations during training."""
-    env, lives = for_evaluation(experiment.env), experiment.evaluation.lives
-    return replace(env, one_life=lives == "one") if isinstance(env, Atari) and lives != "as trained" else env
-
-
-def prepare(
-    experiment: Experiment, weights: dict[str, Tensor], device: torch.device, threads: int
-) -> Callable[[Callable[[], bool]], list[Episode]]:
-    """During training: games in a world of their own, with a copy of the weights.
-
-    All is built here and now; what is returned plays, until it is done or told to stop, in whatever thread.
-    """
-    plan = experiment.evaluation
-    env_batch = evaluated_in(experiment).make(min(16, plan.episodes), experiment.seed, EVAL, threads)
-    try:
-        with torch.random.fork_rng(devices=[]):  # a new network draws from the stream that training draws from
-            agent = build_agent(experiment, env_batch.spec, weights, device)
-    except BaseException:
-        env_batch.close()
-        raise
-    rng = torch.Generator(device).manual_seed(derive(experiment.seed, EVAL, ACTIONS))
-
-    def games(stop: Callable[[], bool]) -> list[Episode]:
-        try:
-            return play(agent, env_batch, plan.episodes, plan.mode, rng, stop=stop, epsilon=plan.epsilon)
-        finally:
-            env_batch.close()
-
-    return games
-
-
-class AsyncEvaluation(Protocol):
-    """An evaluation that is played while training goes on."""
-
-    frames: int
-    weights: dict[str, Tensor]
-
-    @property
-    def playing(self) -> bool: ...
-    def end(self, stop: Callable[[], bool] = ...) -> None:
-        """Wait until all games are played, or break them off once told to: without a word, now."""
-        ...
-
-    def games(self) -> list[Episode]:
-        """What was played; fewer games than planned if it was broken off."""
-        ...
-
-
-class ThreadedEvaluation:
-    """An evaluation in a thread of its own, with the weights as they were when it began.
-
-    The thread only plays: whoever began it asks for the games, and is told there what went wrong.
-    """
-
-    def __init__(self, experiment: Experiment, frames: int, weights: dict[str, Tensor], device: torch.device) -> None:
-        self.frames = frames
-        self.weights = {k: v.detach().clone() for k, v in weights.items()}
-        self.stopping = threading.Event()
-        self.failure: BaseException | None = None
-        self.played: list[Episode] = []
-        play_games = prepare(experiment, self.weights, device, threads=1)
-        torch.get_num_threads()  # only a thread that has asked once keeps its number when another sets its own
-        self.thread = threading.Thread(target=self._play, args=(play_games,), name="evaluation", daemon=True)
-        self.thread.start()
-
-    def _play(self, play_games: Callable[[Callable[[], bool]], list[Episode]]) -> None:
-        torch.set_num_threads(1)  # of this thread alone
-        try:
-            self.played = play_games(self.stopping.is_set)
-        except BaseException as e:  # raised where the games are asked for
-            self.failure = e
-
-    @property
-    def playing(self) -> bool:
-        return self.thread.is_alive()
-
-    def end(self, stop: Callable[[], bool] = lambda: True) -> None:
-        while self.playing:
-            if stop():
-                self.stopping.set()
-            self.thread.join(0.05)
-
-    def games(self) -> list[Episode]:
-        if self.failure is not None:
-            raise self.failure
-        return self.played

@@ -3,15 +3,14 @@
 import json
 import math
 import os
-import platform
 import re
 from datetime import datetime
-from importlib import metadata
 from pathlib import Path
 
 import torch
 
 from bestiary.config.experiment import Experiment, load_experiment
+from bestiary.config.machine import versions
 from bestiary.errors import UserError
 from bestiary.training import checkpoint
 from bestiary.training.checkpoint import BadCheckpoint, Checkpoint
@@ -167,14 +166,3 @@ def new_path(name: str, seed: int, root: Path = Path("runs")) -> Path:
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     path = root / f"{name}-s{seed}-{stamp}"
     return path if not path.exists() else new_path(f"{name}-{os.getpid()}", seed, root)
-
-
-def versions() -> dict[str, str]:
-    """What could change a result, from an allow-list: never the environment variables."""
-    found: dict[str, str] = {"python": platform.python_version(), "platform": platform.platform()}
-    for package in ("bestiary", "torch", "numpy", "gymnasium", "ale-py", "box2d", "envpool", "tyro", "safetensors"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found

@@ -17,9 +17,11 @@ from bestiary.config.machine import LITTLE
 from bestiary.config.schema import encode, kebab
 from bestiary.envs.base import advice
 from bestiary.errors import Lost, UserError
+from bestiary.runtime.evaluation import AsyncEvaluation, evaluation_env
+from bestiary.runtime.start import Runtime, start
 from bestiary.training.checkpoint import Checkpoint, NotSaved
 from bestiary.training.display import NullDisplay, Screen, View, count
-from bestiary.training.evaluation import AsyncEvaluation, commanded, evaluated_in
+from bestiary.training.evaluation import commanded
 from bestiary.training.logs import Recorder
 from bestiary.training.run import Run, new_path
 from bestiary.training.video import check, film
@@ -108,17 +110,17 @@ class Session:
         if experiment.log.wandb:
             require("wandb", "wandb")
         if experiment.video.every:
-            check(evaluated_in(experiment), experiment.seed)
+            check(evaluation_env(experiment), experiment.seed)
         existing = Run(path)
         saved = existing.load(checkpoint) if existing.saved() or checkpoint else None
         played = None if saved is None else existing.load_replay(checkpoint)
         if saved is not None and not saved.trainer:
             raise UserError("the best checkpoint holds weights only; continue from another with --checkpoint FRAMES")
         first = None if experiment.init is None or saved is not None else _learnt(experiment)
-        self.runtime = experiment.runtime.start(experiment)  # refuses what cannot run, before anything is written
+        self.runtime: Runtime = start(experiment)  # refuses what cannot run, before anything is written
         try:
             if first is not None:
-                self.runtime.begin_with(first.weights, first.trainer["runtime"]["learner"])
+                self.runtime.init_from(first.weights, first.trainer["runtime"]["learner"])
             self.run = Run.create(path, experiment)
             self.interval = Interval()
             self.recent: deque[float] = deque(maxlen=100)
@@ -144,7 +146,7 @@ class Session:
             started, before = time.monotonic(), self.seconds
             self.row_time, self.row_updates = started, self.runtime.updates
             self.screen.start(self.experiment, self.run, self.runtime.frames)
-            for text in self.runtime.introduction:
+            for text in self.runtime.startup_messages:
                 self.screen.tell(text)
             for text in advice(self.experiment.env, self.experiment.algo):
                 self.screen.warn(text)
@@ -179,7 +181,7 @@ class Session:
                 raise
             finally:
                 if self.beside is not None:  # interrupted for good
-                    self.beside.end()
+                    self.beside.finish()
                 self.runtime.close()
 
     # -- what each Progress sets off ---------------------------------------------------------------
@@ -209,11 +211,11 @@ class Session:
 
     def _keep(self, progress: Progress) -> None:
         plan = self.experiment
-        if self.beside is not None and not self.beside.playing:
+        if self.beside is not None and not self.beside.running:
             self._end_beside()
         since = progress.frames - max(self.evaluated_at, self.asked_at)
         if plan.evaluation.every and since >= plan.evaluation.every:
-            if plan.evaluation.beside or self.runtime.apart:
+            if plan.evaluation.background or self.runtime.evaluates_remotely:
                 self._evaluate_beside()
             else:
                 self._evaluate()
@@ -246,14 +248,14 @@ class Session:
             self.screen.note(f"evaluation at {count(frames)} frames left out: the one at {last} still plays")
             return
         self.screen.note(f"evaluating {plan.episodes} games beside training ...")
-        self.beside = self.runtime.evaluate_beside(self.runtime.weights())
+        self.beside = self.runtime.evaluate_async(self.runtime.weights())
 
     def _end_beside(self, stop: Callable[[], bool] = lambda: True) -> None:
         """Break off the evaluation beside training once told to; if all its games are played, it counts."""
         if self.beside is not None:
-            self.beside.end(stop)
+            self.beside.finish(stop)
             beside, self.beside = self.beside, None
-            self._enter(beside.frames, beside.weights, beside.games())
+            self._enter(beside.frames, beside.weights, beside.episodes())
 
     def _enter(self, frames: int, weights: dict[str, Tensor], games: list[Episode]) -> None:
         """An evaluation of the weights at so many frames."""
@@ -277,7 +279,7 @@ class Session:
             return
         path = self.run.path / "videos" / f"{frames:012d}.mp4"
         self.screen.note(f"filming {path} ...")
-        experiment = replace(self.experiment, env=evaluated_in(self.experiment))
+        experiment = replace(self.experiment, env=evaluation_env(self.experiment))
         try:
             film(
                 experiment,
@@ -317,7 +319,7 @@ class Session:
 
     def _state(self, at_rest: bool = True) -> Snapshot:
         wanted = self.experiment.checkpoint.replay
-        with_replay = self.runtime.experience <= LITTLE if wanted is None else wanted
+        with_replay = self.runtime.replay_bytes <= LITTLE if wanted is None else wanted
         return {
             "runtime": self.runtime.state_dict(at_rest, with_replay),
             "interval": self.interval.state_dict(),

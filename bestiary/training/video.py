@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bestiary.acting.episodes import EpsilonGreedyAgent, play_episodes
 from bestiary.algos.base import Agent, AgentWrapper
 from bestiary.config.experiment import Experiment
 from bestiary.config.extras import require
@@ -20,8 +21,9 @@ from bestiary.config.machine import choose_device, cores, keep_memory, set_threa
 from bestiary.envs import EnvConfig
 from bestiary.envs.env_batch import EnvBatch
 from bestiary.errors import UserError
+from bestiary.runtime.evaluation import build_agent
 from bestiary.seeding import ACTIONS, EVAL, derive, substream
-from bestiary.training.evaluation import EpsilonGreedyAgent, build_agent, play, played_in, protocol_name
+from bestiary.training.evaluation import played_in, protocol_name
 from bestiary.training.run import Run
 from bestiary.types import Episode, Mode, State, TimeStep
 
@@ -236,7 +238,9 @@ def film(
         agent = EpsilonGreedyAgent(agent, epsilon, env_batch.spec.num_actions) if epsilon else agent
         rng = torch.Generator(device).manual_seed(derive(experiment.seed, stream, ACTIONS))
         with Mp4(path, fps or natural) as mp4:
-            games = play(Filming(agent, env_batch, mp4, episodes, scale), env_batch, episodes, mode, rng, stop=stop)
+            games = play_episodes(
+                Filming(agent, env_batch, mp4, episodes, scale), env_batch, episodes, mode, rng, stop=stop
+            )
             mp4.complete = len(games) == episodes
         return games
     finally:

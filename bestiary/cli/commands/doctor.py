@@ -10,11 +10,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from bestiary.config.extras import EXTRAS, available
-from bestiary.config.machine import choose_device, cores, keep_memory
+from bestiary.config.machine import choose_device, cores, keep_memory, versions
 from bestiary.config.suggestions import did_you_mean
 from bestiary.cores.base import Core
 from bestiary.errors import UserError
-from bestiary.training.run import versions
 
 USAGE = """\
 usage: bestiary doctor                        what this machine offers, and how to get what is missing

@@ -143,7 +143,7 @@ def later(kind: type) -> type:
             return
 
         def hello(self) -> dict[str, str]:
-            from bestiary.training.run import versions
+            from bestiary.config.machine import versions
 
             super().__init__(*self.words)
             return versions()
@@ -159,7 +159,7 @@ def process(kind: type, cpus: float = 0, gpus: float = 0, **options: Any) -> Any
 
 def _look(path: str | None) -> tuple[dict[str, str], bool]:
     """Runs on every node: what is installed there, and whether it can read and write a directory."""
-    from bestiary.training.run import versions
+    from bestiary.config.machine import versions
 
     if path is None:
         return versions(), True
@@ -181,7 +181,7 @@ def other_version(theirs: dict[str, str], mine: dict[str, str]) -> str:
 
 def check_nodes(found: list[Node], shared: Path | None = None) -> None:
     """Refuse a cluster whose nodes have other versions than we do, or cannot see a directory they would need."""
-    from bestiary.training.run import versions
+    from bestiary.config.machine import versions
 
     mark = None
     if shared is not None:

@@ -16,7 +16,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayE
 from torch import Tensor
 
 from bestiary.config.experiment import Experiment
-from bestiary.config.machine import choose_device
+from bestiary.config.machine import choose_device, versions
 from bestiary.config.plugins import used
 from bestiary.errors import Lost, UserError
 from bestiary.replay.base import row_bytes
@@ -29,7 +29,6 @@ from bestiary.runtime.ray.placement import Needs, plan
 from bestiary.runtime.ray.wire import Flat, pack
 from bestiary.runtime.ray.workers import Added, Held, Judge, Order, Played, Player, Shard, Taught, Teacher
 from bestiary.seeding import TRAIN
-from bestiary.training.run import versions
 from bestiary.types import Episode, Progress, Snapshot, Spec
 
 LESSON = 1.0  # seconds of learning between two looks at the rest
@@ -78,9 +77,9 @@ class ClusterRuntime:
             choose_device(self.cfg.device)
         agent = experiment.algo.agent(self.spec, experiment.net, experiment.core)
         self.flat = Flat(agent.state_dict())
-        self.apart = not self.cfg.lockstep
+        self.evaluates_remotely = not self.cfg.lockstep
         self.frames = self.steps = self.updates = self.resumes = 0
-        self.experience = 0
+        self.replay_bytes = 0
         self.notes: list[str] = []
         self.tasks: dict[Any, Task] = {}
         self.closed = False
@@ -90,7 +89,7 @@ class ClusterRuntime:
         self.versions = versions()
         self.order = Order(experiment.to_json(), tuple(used()))
         unroll = experiment.algo.unroll
-        config = experiment.algo.replay(self.cfg.streams).share(*self.cfg.parts)
+        config = experiment.algo.replay(self.cfg.streams).share(*self.cfg.shards_and_learners)
         row = row_bytes(self.spec) + 4 * self.spec.num_actions
         needs = Needs(row * (unroll + 1) * self.cfg.envs, self.flat.bytes, config.room(self.spec, unroll))
         try:
@@ -103,7 +102,7 @@ class ClusterRuntime:
             raise
 
     @property
-    def introduction(self) -> tuple[str, ...]:
+    def startup_messages(self) -> tuple[str, ...]:
         """What a person should know before it starts."""
         return self.plan.lines
 
@@ -190,7 +189,7 @@ class ClusterRuntime:
 
     def _ask(self, refs: list[Any], at_least: float = 0.0) -> list[Any]:
         """Answers of processes without which nothing goes on; some need a number of seconds at least."""
-        patience = max(self.cfg.patience, at_least)
+        patience = max(self.cfg.timeout, at_least)
         if self.gone:
             raise Lost(self.gone)
         try:
@@ -262,8 +261,8 @@ class ClusterRuntime:
             self._give_up_on_the_silent()
             self._begin_anew()
             self._keep_busy()
-            if time.monotonic() - heard > START + self.cfg.patience:
-                self.gone = f"nothing was played or learnt for {START + self.cfg.patience:g} seconds"
+            if time.monotonic() - heard > START + self.cfg.timeout:
+                self.gone = f"nothing was played or learnt for {START + self.cfg.timeout:g} seconds"
                 raise Lost(self.gone)
             if news.played or news.taught or self.notes:
                 told = self._told(news.taught, news.played)
@@ -468,10 +467,10 @@ class ClusterRuntime:
         if task.what == "placed":
             return float("inf")  # there may be no node for it yet
         if task.what == "hello":
-            return max(START, self.cfg.patience)
+            return max(START, self.cfg.timeout)
         if task.what == "learn":  # who waits for a shard that is silent says so itself
-            return 2 * self.cfg.patience + LESSON
-        return self.cfg.patience
+            return 2 * self.cfg.timeout + LESSON
+        return self.cfg.timeout
 
     # -- books -----------------------------------------------------------------------------------------
 
@@ -490,7 +489,7 @@ class ClusterRuntime:
         if not learnt:
             return {}
         played, self.untold = self.untold, []
-        self.experience = sum(held.bytes for held in self.held.values())
+        self.replay_bytes = sum(held.bytes for held in self.held.values())
         here = {
             "actors": float(sum(place.ready for place in self.places)),
             "actors_lost": float(self.lost),
@@ -503,20 +502,20 @@ class ClusterRuntime:
 
     # -- what whoever trains asks for ------------------------------------------------------------------
 
-    def begin_with(self, weights: dict[str, Tensor], learnt: Snapshot) -> None:
-        self._ask([self.teacher.begin_with.remote(pack(weights), learnt)])
+    def init_from(self, weights: dict[str, Tensor], learnt: Snapshot) -> None:
+        self._ask([self.teacher.init_from.remote(pack(weights), learnt)])
 
     def weights(self) -> dict[str, Tensor]:
         return self.flat.unpack(self._ask([self.teacher.weights.remote()])[0])
 
     def evaluate(self, weights: dict[str, Tensor], stop: Callable[[], bool]) -> list[Episode]:
-        beside = self.evaluate_beside(weights)
-        while beside.playing and not stop():
+        beside = self.evaluate_async(weights)
+        while beside.running and not stop():
             time.sleep(0.05)
-        beside.end(stop)
-        return beside.games()
+        beside.finish(stop)
+        return beside.episodes()
 
-    def evaluate_beside(self, weights: dict[str, Tensor]) -> RayEvaluation:
+    def evaluate_async(self, weights: dict[str, Tensor]) -> RayEvaluation:
         return RayEvaluation(self, weights)
 
     def state_dict(self, at_rest: bool = True, with_replay: bool = True) -> Snapshot:

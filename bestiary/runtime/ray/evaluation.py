@@ -37,11 +37,11 @@ class RayEvaluation:
         self.felt = time.monotonic() + START  # when that was last news
 
     @property
-    def playing(self) -> bool:
+    def running(self) -> bool:
         if self.broken_off:
             return False
         if not ray.wait([self.ref], timeout=0)[0]:
-            return self._alive() or self._lost(f"it stood still for {self.runtime.cfg.patience:g} seconds")
+            return self._alive() or self._lost(f"it stood still for {self.runtime.cfg.timeout:g} seconds")
         try:
             ray.get(self.ref)
         except RayTaskError:
@@ -59,7 +59,7 @@ class RayEvaluation:
                     self.felt = time.monotonic()
                 self.beat = beat
             self.pulse = self.judge.pulse.remote()
-        return time.monotonic() - self.felt <= self.runtime.cfg.patience
+        return time.monotonic() - self.felt <= self.runtime.cfg.timeout
 
     def _lost(self, why: str) -> bool:
         """Once, it is played again; says whether it is."""
@@ -74,8 +74,8 @@ class RayEvaluation:
             self.broken_off = True
         return again
 
-    def end(self, stop: Callable[[], bool] = lambda: True) -> None:
-        while self.playing:
+    def finish(self, stop: Callable[[], bool] = lambda: True) -> None:
+        while self.running:
             if stop():
                 self.broken_off = True
                 ray.kill(self.runtime.judge)
@@ -83,7 +83,7 @@ class RayEvaluation:
                 return
             time.sleep(0.05)
 
-    def games(self) -> list[Episode]:
+    def episodes(self) -> list[Episode]:
         if self.broken_off:
             return []
         try:

@@ -18,11 +18,11 @@ from bestiary.config.plugins import load_file, load_plugins
 from bestiary.ops.collective import SINGLE_PROCESS
 from bestiary.runtime import Ray
 from bestiary.runtime.collective import join, meeting
-from bestiary.runtime.local import Means, begin_with, build_learner, learn
+from bestiary.runtime.evaluation import prepare
+from bestiary.runtime.local import Means, build_learner, init_from, learn
 from bestiary.runtime.ray.aligner import Lanes
 from bestiary.runtime.ray.wire import Flat, pack, unpack
 from bestiary.seeding import ACTIONS, TRAIN, derive, substream
-from bestiary.training.evaluation import prepare
 from bestiary.types import Batch, Episode, Snapshot, Spec, Trajectory
 
 FlatWeights = NDArray[np.uint8]
@@ -116,7 +116,7 @@ class Shard:
         runtime = settings(experiment)
         memory = experiment.algo.agent(spec, experiment.net, experiment.core).initial_state(1)
         seed = experiment.seed if number == 0 else derive(experiment.seed, number)
-        config = experiment.algo.replay(runtime.streams).share(*runtime.parts)
+        config = experiment.algo.replay(runtime.streams).share(*runtime.shards_and_learners)
         self.replay = config.build(seed, spec, memory)
         self.envs = runtime.envs
         self.lanes = Lanes(runtime.streams // runtime.envs)
@@ -216,7 +216,7 @@ class Teacher:
 
     def meet(self, at: str) -> None:
         """From now on all go on from where the first one is, and step together."""
-        self.collective = join(self.rank, self.cfg.learners, at, self.device, self.cfg.patience)
+        self.collective = join(self.rank, self.cfg.learners, at, self.device, self.cfg.timeout)
         self.collective.broadcast_state(self.learner)
 
     def learn(self, seconds: float) -> tuple[Taught, FlatWeights | None]:
@@ -263,7 +263,7 @@ class Teacher:
             self.next = (self.next + 1) % len(self.shards)
         shard, ref = self.asked.pop(0)
         try:
-            batch, held[shard] = ray.get(ref, timeout=self.cfg.patience)
+            batch, held[shard] = ray.get(ref, timeout=self.cfg.timeout)
         except (RayActorError, GetTimeoutError, ObjectLostError):
             lost.append(shard)
             return shard, None
@@ -286,8 +286,8 @@ class Teacher:
         self.learner.agent.load_state_dict(self.flat.unpack(weights))
         self.learner.load_state_dict(state)
 
-    def begin_with(self, weights: dict[str, NDArray[Any]], learnt: Snapshot) -> None:
-        begin_with(self.learner, unpack(weights), learnt)
+    def init_from(self, weights: dict[str, NDArray[Any]], learnt: Snapshot) -> None:
+        init_from(self.learner, unpack(weights), learnt)
 
 
 class Judge:

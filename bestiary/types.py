@@ -72,9 +72,19 @@ class Batch(NamedTuple):
     about: Metrics = {}  # what the replay says of all it holds
 
 
+class ValueTargets(NamedTuple):
+    """A critic's targets and advantages for the transitions of whole episodes."""
+
+    target: Tensor  # [T, B]
+    advantage: Tensor  # [T, B] target - V(s)
+
+
 class Update(NamedTuple):
-    metrics: Metrics
-    priorities: Tensor | None = None
+    """What one call of `Learner.update` returns."""
+
+    metrics: Metrics  # empty where no gradient step was made
+    priorities: Tensor | None = None  # [B] new priorities of the sampled items
+    value_targets: ValueTargets | None = None  # to be stored with the sampled episodes
 
 
 class Episode(NamedTuple):

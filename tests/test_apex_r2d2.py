@@ -88,7 +88,7 @@ def played(player: str, **changes: Any) -> tuple[PriorityLearner, PrioritizedRep
     cls, settings, *_ = PLAYERS[player]
     algo: FromPriorities = cls(**(settings | changes))
     agent, trajectories = program(player)
-    replay = algo.replay(B).build(0, agent.spec, agent.initial_state(1))
+    replay = algo.replay_builder(B).build(0, agent.spec, agent.initial_state(1))
     for trajectory in trajectories:
         replay.add(trajectory)
     assert replay.ring.oldest > 0
@@ -575,7 +575,7 @@ def test_an_update_returns_the_priorities_of_before_it(player):
         update = learner.update(batch)
         assert update.priorities is not None and batch.keys is not None
         assert torch.equal(update.priorities, expected)
-        replay.update(batch.keys, update.priorities)
+        replay.update_priorities(batch.keys, update.priorities)
         slots = replay._slots(*np.divmod(batch.keys.numpy(), B))
         told = torch.from_numpy(replay.tree.weights(slots)) ** (1 / replay.cfg.alpha)
         torch.testing.assert_close(told, expected.double().clamp(min=1e-6), rtol=1e-5, atol=0)
@@ -668,9 +668,9 @@ def test_memory_is_stored_unless_it_takes_much_room(core, capacity, stored):
     for asked in (None, True, False):
         cfg = R2d2(stored_state=asked, capacity=capacity)
         state = cfg.agent(spec, Net(), core).initial_state(1)
-        replay = cfg.replay(4).build(0, spec, state)
+        replay = cfg.replay_builder(4).build(0, spec, state)
         assert replay.cfg.stored_state == replay.ring.keep_states == (stored if asked is None else asked)
-        assert Apex().replay(4).build(0, spec, state).cfg.stored_state is False
+        assert Apex().replay_builder(4).build(0, spec, state).cfg.stored_state is False
 
 
 @unlimited
@@ -680,16 +680,16 @@ def test_memory_may_take_as_much_room_as_rows_or_a_gibibyte():
     for capacity, most in ((20_000_000, 40 * row), (40 * 2**10, 2**20)):
         for extra, stored in ((0, True), (1, False)):
             state = (torch.zeros(1, most + extra, dtype=torch.uint8),)
-            assert R2d2(capacity=capacity).replay(4).build(0, spec, state).cfg.stored_state is stored
+            assert R2d2(capacity=capacity).replay_builder(4).build(0, spec, state).cfg.stored_state is stored
 
 
 def test_the_replay_is_built_from_the_numbers_of_the_algorithm():
     cfg = R2d2(
         batch_size=5, window=70, burn_in=30, n_step=4, capacity=9000, warmup=1100, ratio=0.5, alpha=0.3, beta=0.2
     )
-    built = cfg.replay(3)
+    built = cfg.replay_builder(3)
     assert (built.streams, built.batch_size, built.capacity, built.warmup, built.ratio) == (3, 5, 9000, 1100, 0.5)
     assert (built.burn_in, built.length, built.n_step, built.stride) == (30, 40, 4, 40)
     assert (built.alpha, built.beta, built.floor, built.unroll) == (0.3, 0.2, 1e-6, 40)
-    moves = Apex(burn_in=2, n_step=4).replay(3)
+    moves = Apex(burn_in=2, n_step=4).replay_builder(3)
     assert (moves.burn_in, moves.length, moves.n_step, moves.stride, moves.rows) == (2, 1, 4, 1, 7)

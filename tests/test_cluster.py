@@ -104,7 +104,7 @@ def test_batches_of_two_players_are_those_of_their_games_side_by_side(cluster, t
     flat = Flat(players[0].actor.agent.state_dict())
     weights = flat.pack(players[0].actor.agent.state_dict())
     shard = Shard(order, spec, 0)
-    replay = e.algo.replay(16).build(e.seed, spec, ())
+    replay = e.algo.replay_builder(16).build(e.seed, spec, ())
     for lane in range(2):
         shard.join(lane)
     drawn = 0

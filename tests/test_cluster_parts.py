@@ -201,7 +201,7 @@ def test_the_plan_says_who_runs_where():
 
 @pytest.mark.parametrize("name", ["tmaze", "tmaze-r2d2", "rcp-a", "recall"])
 def test_replays_share_what_is_kept_and_every_learner_has_its_batch(name):
-    whole = bestiary.preset(name).algo.replay(32)
+    whole = bestiary.preset(name).algo.replay_builder(32)
     part = whole.share(2, learners=3)
     if name == "recall":
         assert part == whole
@@ -215,7 +215,7 @@ def test_a_replay_of_episodes_takes_some_streams_at_a_time():
     e = replace(e, env=bestiary.preset("cartpole").env)
     spec = e.env.make(1, 0, 0, 1).spec
     agent = e.algo.agent(spec, e.net, e.core)
-    whole, parts = (e.algo.replay(4).build(0, spec, agent.initial_state(1)) for _ in range(2))
+    whole, parts = (e.algo.replay_builder(4).build(0, spec, agent.initial_state(1)) for _ in range(2))
     torch.manual_seed(0)
     for number in range(6):
         obs = torch.randn(9, 4, *spec.obs_shape)

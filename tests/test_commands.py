@@ -451,7 +451,7 @@ def replayed(rewards: np.ndarray, discount: float) -> EpisodeReplay:
     step.reward[:-1, 0] = torch.from_numpy(reward)
     step.is_first[:-1, 0] = torch.from_numpy(row == 0)
     cfg = Udrl(discount=discount, warmup=1, ratio=100.0, batch_size=400, draw="moves", keep="best", capacity=14)
-    replay = cfg.replay(1).build(0, SPEC, CommandAgent(cfg, SPEC, NET, Ff()).initial_state(1))
+    replay = cfg.replay_builder(1).build(0, SPEC, CommandAgent(cfg, SPEC, NET, Ff()).initial_state(1))
     replay.add(Trajectory(step, step.prev_action, {}, (), torch.zeros(1)))
     return replay
 

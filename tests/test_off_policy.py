@@ -847,7 +847,7 @@ def test_what_follows_from_the_length_of_an_episode_must_be_said_where_that_is_n
 
 def test_the_replay_is_built_from_the_numbers_of_the_algorithm():
     cfg = Dqn(batch_size=5, window=7, capacity=900, warmup=11, ratio=0.5, stored_state=True)
-    built = cfg.replay(3)
+    built = cfg.replay_builder(3)
     assert (built.streams, built.batch_size, built.window, built.capacity) == (3, 5, 7, 900)
     assert (built.warmup, built.ratio, built.stored_state) == (11, 0.5, True)
 

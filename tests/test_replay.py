@@ -179,4 +179,4 @@ def test_a_queue_may_be_exactly_as_long_as_a_batch():
 
 def test_a_queue_has_no_priorities():
     with pytest.raises(AssertionError, match="no priorities"):
-        Fifo(batch_size=1, capacity=1).build().update(torch.zeros(1), torch.zeros(1))
+        Fifo(batch_size=1, capacity=1).build().update_priorities(torch.zeros(1), torch.zeros(1))

@@ -20,7 +20,7 @@ from bestiary.ops.commands import Aim, aim, less_start
 from bestiary.replay import episodes as module
 from bestiary.replay.base import row_bytes
 from bestiary.replay.episodes import EpisodeReplay, Episodes, Held, Survey
-from bestiary.types import Batch, Spec, TimeStep, Trajectory
+from bestiary.types import Batch, Spec, TimeStep, Trajectory, ValueTargets
 
 STREAMS = 3
 SPEC = Spec("script", (2,), torch.float32, 4, horizon=50)
@@ -647,7 +647,7 @@ def judge(replay: EpisodeReplay, batch: Batch) -> list[int] | None:
         said[:, :, b] = torch.from_numpy(np.stack([100 + raw, raw])).float()
     assert replay.cfg.survey is not None
     if replay.cfg.survey.whole:
-        replay.update(batch.keys, said)
+        replay.set_value_targets(batch.keys, ValueTargets(*said))
     return numbers
 
 

@@ -264,7 +264,7 @@ def test_items_are_drawn_as_often_as_their_priority_says(alpha, shape):
     fill(replay, script, 23)
     expected = known(script, cfg, 23 * UNROLL)
     raised = [key for key, weight in expected.items() if weight][::5]
-    replay.update(torch.tensor(raised), torch.full((len(raised),), 6.0))
+    replay.update_priorities(torch.tensor(raised), torch.full((len(raised),), 6.0))
     expected.update((key, 6.0**alpha) for key in raised)
     counts = dict.fromkeys(expected, 0)
     for _ in range(4000):
@@ -316,7 +316,7 @@ def test_a_new_priority_is_the_weight_of_its_item_and_of_no_other(alpha):
     for k, priority in enumerate([7.0, 0.0, 1e-9, 1e-3, 0.25, 100.0]):
         _, keys = draw(replay)
         keys = keys[: 1 + k]
-        replay.update(torch.tensor(keys), torch.full((1 + k,), priority))
+        replay.update_priorities(torch.tensor(keys), torch.full((1 + k,), priority))
         expected |= dict.fromkeys(keys, max(priority, 1e-3) ** alpha)
         assert weights_of(replay) == pytest.approx(expected, rel=1e-6)
     assert replay.metrics()["late_priorities"] == 0
@@ -326,7 +326,7 @@ def test_of_an_item_drawn_twice_the_last_priority_counts():
     replay = settings(alpha=1.0).build(0)
     fill(replay, Script(301), 23)
     _, (key, *_) = draw(replay)
-    replay.update(torch.tensor([key, key, key]), torch.tensor([3.0, 9.0, 5.0]))
+    replay.update_priorities(torch.tensor([key, key, key]), torch.tensor([3.0, 9.0, 5.0]))
     assert weights_of(replay)[key] == 5.0
 
 
@@ -342,11 +342,11 @@ def test_a_priority_that_comes_too_late_is_counted_and_changes_nothing():
     assert len(gone) > 50 and len(live) > 50
     slots, others = (set(replay._slots(*np.divmod(keys, STREAMS)).tolist()) for keys in (gone, list(before)))
     assert len(slots & others) > 50
-    replay.update(torch.tensor(gone), torch.full((len(gone),), 50.0))
+    replay.update_priorities(torch.tensor(gone), torch.full((len(gone),), 50.0))
     assert weights_of(replay) == before
     assert replay.metrics()["late_priorities"] == len(gone)
     mixed = [gone[0], live[0], gone[-1], live[-1]]
-    replay.update(torch.tensor(mixed), torch.tensor([50.0, 2.0, 50.0, 4.0]))
+    replay.update_priorities(torch.tensor(mixed), torch.tensor([50.0, 2.0, 50.0, 4.0]))
     after = before | {live[0]: 2.0**cfg.alpha, live[-1]: 4.0**cfg.alpha}
     assert weights_of(replay) == pytest.approx(after, rel=1e-12)
     assert replay.metrics()["late_priorities"] == len(gone) + 2
@@ -362,9 +362,9 @@ def test_a_priority_that_is_not_a_number_is_refused_and_nothing_changes(wrong, p
     priorities = torch.full((8,), 2.0)
     priorities[place] = wrong
     with pytest.raises(ValueError, match=r"slot \d+ cannot have weight (nan|inf)"):
-        replay.update(keys, priorities)
+        replay.update_priorities(keys, priorities)
     assert weights_of(replay) == before
-    replay.update(keys, torch.full((8,), 2.0))
+    replay.update_priorities(keys, torch.full((8,), 2.0))
     assert weights_of(replay) != before
 
 
@@ -411,7 +411,7 @@ def test_the_replay_does_what_a_dictionary_does(operations, shape, capacity, alp
                 assert weight.tolist() == pytest.approx((naive / naive.max()).tolist(), rel=1e-5)
         elif name == "update" and ever:
             keys, priorities = rng.choice(ever, 10), 10 ** rng.uniform(-3, 3, 10)
-            replay.update(torch.from_numpy(keys), torch.from_numpy(priorities))
+            replay.update_priorities(torch.from_numpy(keys), torch.from_numpy(priorities))
             for key, priority in zip(keys.tolist(), priorities.tolist(), strict=True):
                 if key in model:
                     model[key] = max(priority, 0.05) ** alpha
@@ -526,7 +526,7 @@ def test_rows_that_are_worth_least_make_room(shape):
             for mine, theirs in zip(batch.trajectory.state, script.memory(first, stream), strict=True):
                 assert torch.equal(mine, theirs)
         priority = rng.uniform(0, 9, len(keys)) * rng.integers(0, 2, len(keys))
-        replay.update(torch.tensor(keys), torch.from_numpy(priority))
+        replay.update_priorities(torch.tensor(keys), torch.from_numpy(priority))
         weight |= {key: max(p, cfg.floor) ** cfg.alpha for key, p in zip(keys, priority.tolist(), strict=True)}
 
 
@@ -569,7 +569,7 @@ def learn(replay: PrioritizedReplay) -> Any:
     batch = replay.sample()
     if batch is not None:
         assert batch.keys is not None
-        replay.update(batch.keys, 1 + batch.keys % 7)
+        replay.update_priorities(batch.keys, 1 + batch.keys % 7)
     return as_bits(batch)
 
 
@@ -582,7 +582,7 @@ def test_a_saved_replay_goes_on_as_if_nothing_had_happened(shape, trajectories):
         replay.add(script.trajectory(k))
         learn(replay)
     if trajectories > 50:
-        replay.update(torch.tensor([0, 1]), torch.tensor([5.0, 6.0]))  # too late
+        replay.update_priorities(torch.tensor([0, 1]), torch.tensor([5.0, 6.0]))  # too late
     restored = cfg.build(0)
     restored.load_state_dict(through_a_file(replay.state_dict()))
     drawn = 0
@@ -606,7 +606,7 @@ def test_with_another_number_of_streams_the_counters_go_on_and_the_rows_do_not(s
     fill(replay, Script(101), 18)
     for _ in range(7):
         draw(replay)
-    replay.update(torch.tensor([0]), torch.tensor([1.0]))
+    replay.update_priorities(torch.tensor([0]), torch.tensor([1.0]))
     assert replay.late == 1
     cfg = settings(**SHAPES[shape], streams=4)
     wider = cfg.build(0)
@@ -670,14 +670,14 @@ def test_more_than_fits_into_memory_is_refused_with_what_would_fit(monkeypatch):
     with pytest.raises(
         UserError, match=r"^algo\.capacity=2000000 needs .* GiB of memory, of which 3\.0 are"
     ) as refused:
-        apex.replay(360).build(0, ATARI, ())
+        apex.replay_builder(360).build(0, ATARI, ())
     told = re.search(r"needs ([\d.]+) GiB.* lower it to (\d+) or less$", str(refused.value))
     assert told is not None
     assert 13e9 < float(told[1]) * 2**30 < 16e9
     assert 200_000 < int(told[2]) < 500_000
-    Apex(capacity=int(told[2])).replay(360).build(0, ATARI, ())
+    Apex(capacity=int(told[2])).replay_builder(360).build(0, ATARI, ())
     monkeypatch.setattr("bestiary.config.machine.free_memory", lambda: None)  # not known: tried
-    apex.replay(360).build(0, ATARI, ())
+    apex.replay_builder(360).build(0, ATARI, ())
 
 
 def test_memory_counts_among_what_must_fit(monkeypatch):

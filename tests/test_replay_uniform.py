@@ -498,9 +498,9 @@ def test_a_ring_in_which_no_sample_fits_is_refused_with_the_first_trajectory(cha
     assert changes.get("window") is None or enough.sample() is not None
 
 
-def test_all_rows_are_equal():
-    with pytest.raises(AssertionError, match="equally likely"):
-        settings().build(0).update(torch.zeros(1), torch.zeros(1))
+def test_a_uniform_replay_has_no_priorities():
+    with pytest.raises(AssertionError, match="no priorities"):
+        settings().build(0).update_priorities(torch.zeros(1), torch.zeros(1))
 
 
 def test_trajectories_are_of_one_length():

@@ -95,7 +95,7 @@ def learnt(learner: Learner, batches: list[Batch]) -> dict[str, Any]:
         "weights": tree.map(torch.clone, dict(learner.agent.state_dict())),
         "learner": learner.state_dict(),
         "metrics": [{k: v.item() for k, v in u.metrics.items()} for u in updates],
-        "priorities": [u.priorities for u in updates],
+        "sent_back": [u.priorities if u.value_targets is None else torch.stack(u.value_targets) for u in updates],
     }
 
 
@@ -252,8 +252,8 @@ def test_two_with_half_a_batch_each_learn_what_one_learns_from_the_whole(pair, c
         for whole, told_by_each in zip(metrics, [m for m in each["metrics"] if m], strict=True):
             assert set(whole) == set(told_by_each)
             assert_alike(*({k: m[k] for k in m if k not in OF_EACH} for m in (whole, told_by_each)))
-    said = [p for p in alone["priorities"] if p is not None]
-    parts = [[p for p in each["priorities"] if p is not None] for each in (first, second)]
+    said = [p for p in alone["sent_back"] if p is not None]
+    parts = [[p for p in each["sent_back"] if p is not None] for each in (first, second)]
     for whole, *halves in zip(said, *parts, strict=True):
         assert_alike(whole, torch.cat(halves, -1))
     start = fresh(e, spec, seed=0).agent.state_dict()

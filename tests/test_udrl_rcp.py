@@ -717,16 +717,16 @@ def test_a_survey_gives_lambda_returns(critic):
             after = t.step.reward[move + 1, b].item() / 10 + 0.9 * ahead
             errors.append(v[move] - after)
             if critic == "own":
-                assert update.priorities is not None
-                target, advantage = update.priorities[:, move, b].tolist()
+                assert update.value_targets is not None
+                target, advantage = (x[move, b].item() for x in update.value_targets)
                 assert target == pytest.approx(after, rel=1e-10)
                 assert advantage == pytest.approx(after - v[move].item(), rel=1e-10)
     if critic == "own":
-        assert update.priorities is not None
-        assert update.priorities.shape == (2, 7, 3) and not update.priorities.requires_grad
+        assert update.value_targets is not None and update.priorities is None
+        assert all(x.shape == (7, 3) and not x.requires_grad for x in update.value_targets)
         assert learner.value_loss is None
     else:
-        assert update.priorities is None and learner.value_loss is not None
+        assert update.value_targets is None and learner.value_loss is not None
         loss = torch.stack(errors).square().mean()
         assert learner.value_loss.item() == pytest.approx(loss.item(), rel=1e-10)
         assert learner.critic is not None
@@ -859,8 +859,8 @@ def test_a_saved_learner_goes_on_bit_for_bit(cfg):
     for n in range(5, 12):
         both = [learner, other]
         if cfg.command == "advantage" and n % 3 == 0:
-            first, second = (x.update(surveyed(n)).priorities for x in both)
-            assert first is None if cfg.critic == "joint" else torch.equal(first, second)  # type: ignore
+            first, second = (x.update(surveyed(n)).value_targets for x in both)
+            assert first is None if cfg.critic == "joint" else all(map(torch.equal, first, second))  # type: ignore
         mine, theirs = (x.update(batch_of(cfg, n)).metrics for x in both)
         assert {k: v.item() for k, v in mine.items()} == {k: v.item() for k, v in theirs.items()}
     assert other.updates == learner.updates == 12
@@ -967,18 +967,20 @@ def test_agents_without_commands_cannot_be_told_any():
 
 @pytest.mark.parametrize("cfg", [Udrl(cut_penalty=3.0, adjust=True), Rcp(), Rcp(command="return", burn_in=2)])
 def test_the_replay_is_built_from_the_numbers_of_the_algorithm(cfg):
-    built = cfg.replay(3)
+    built = cfg.replay_builder(3)
     assert built.streams == 3
     for field in fields(built):
         if field.name not in ("streams", "survey", "by_move"):
             assert getattr(built, field.name) == getattr(cfg, field.name), field.name
     assert (built.survey is None) == (cfg.command != "advantage")
-    assert not built.by_move and Rcp(command="to-go").replay(3).by_move
+    assert not built.by_move and Rcp(command="to-go").replay_builder(3).by_move
     assert cfg.explorer(3)(row([True] * 3)).tolist() == [1.0] * 3
 
 
 def test_a_critic_is_asked_as_often_as_the_algorithm_says():
-    own, joint = (Rcp(critic=critic, source="peak", critic_every=7).replay(3).survey for critic in ("own", "joint"))
+    own, joint = (
+        Rcp(critic=critic, source="peak", critic_every=7).replay_builder(3).survey for critic in ("own", "joint")
+    )
     assert own is not None and own.every == 7 and own.whole
     assert joint is not None and joint.every == 7 and not joint.whole
 

@@ -221,8 +221,8 @@ class Impala:
         if self.grad_norm <= 0:
             raise UserError(f"algo.grad-norm={self.grad_norm} must be positive")
 
-    def replay(self, num_envs: int) -> Fifo:
-        return Fifo(self.batch_size, 2 * num_envs if self.queue is None else self.queue)
+    def replay_builder(self, num_streams: int) -> Fifo:
+        return Fifo(self.batch_size, 2 * num_streams if self.queue is None else self.queue)
 
     def explorer(self, num_envs: int) -> Explorer:
         return Fixed(torch.zeros(num_envs))  # the policy itself decides how much

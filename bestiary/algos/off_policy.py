@@ -110,9 +110,9 @@ class FromUniform(OffPolicy):
         if self.capacity < needed:
             raise UserError(f"algo.capacity={self.capacity} is too small for one batch: it needs {needed} moves")
 
-    def replay(self, num_envs: int) -> Uniform:
+    def replay_builder(self, num_streams: int) -> Uniform:
         return Uniform(
-            num_envs,
+            num_streams,
             self.batch_size,
             self.capacity,
             self.window,

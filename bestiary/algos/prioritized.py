@@ -70,9 +70,9 @@ class FromPriorities(QLearning):
     def item(self) -> Item:
         raise NotImplementedError
 
-    def replay(self, num_envs: int) -> Prioritized:
+    def replay_builder(self, num_streams: int) -> Prioritized:
         return Prioritized(
-            streams=num_envs,
+            streams=num_streams,
             batch_size=self.batch_size,
             capacity=self.capacity,
             burn_in=self.burn_in,

@@ -108,7 +108,7 @@ class Parts:
         agent = copy.deepcopy(self.learner.agent)
         self.actor = Actor(env_batch, agent, algo.explorer(envs), algo.unroll, 0, self.device)
         self.trajectory, _ = self.actor.unroll()
-        self.replay = replace(algo, ratio=ALWAYS).replay(envs).build(0, env_batch.spec, agent.initial_state(1))
+        self.replay = replace(algo, ratio=ALWAYS).replay_builder(envs).build(0, env_batch.spec, agent.initial_state(1))
         while self.replay.ring.newest < self.replay.ring.slots or self.replay.rate_limiter.due < 1:
             self.write()
         self.rng = np.random.default_rng(0)
@@ -142,7 +142,7 @@ class Parts:
         for batch, update in zip(self.batches, self.updates, strict=True):
             assert batch.keys is not None
             assert update.priorities is not None
-            self.replay.update(batch.keys, update.priorities)
+            self.replay.update_priorities(batch.keys, update.priorities)
 
 
 def fill(runtime: LocalRuntime) -> None:

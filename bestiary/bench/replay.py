@@ -136,7 +136,7 @@ def trees(cfg: Settings) -> dict[str, float]:
 def full_replay(cfg: Settings, batch: int) -> PrioritizedReplay:
     """Of Ape-X on pictures that a random agent might have seen."""
     algo = Apex(unroll=UNROLL, batch_size=batch, capacity=cfg.rows, warmup=warmup(batch), ratio=ALWAYS)
-    replay = algo.replay(STREAMS).build(0, SPEC)
+    replay = algo.replay_builder(STREAMS).build(0, SPEC)
     rng, shape = torch.Generator().manual_seed(0), (UNROLL + 1, STREAMS)
     nowhere, action = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.long)
     obs = torch.randint(0, 256, (*shape, *SPEC.obs_shape), dtype=torch.uint8, generator=rng)
@@ -159,7 +159,7 @@ def whole(cfg: Settings, batch: int) -> dict[str, float]:
             sample = replay.sample()
             assert sample is not None
             assert sample.keys is not None
-            replay.update(sample.keys, torch.from_numpy(next(priorities)))
+            replay.update_priorities(sample.keys, torch.from_numpy(next(priorities)))
 
     def copy() -> None:
         for _ in range(cfg.batches):

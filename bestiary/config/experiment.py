@@ -127,7 +127,7 @@ class Experiment:
             if not isinstance(self.algo, Commanded):
                 raise UserError(UNCOMMANDED.replace("--", "--evaluation."))
             self.algo.check_command(self.evaluation.command)
-        self.algo.replay(self.runtime.streams).share(
+        self.algo.replay_builder(self.runtime.streams).share(
             *self.runtime.shards_and_learners
         )  # refuses a batch that can never be filled
 

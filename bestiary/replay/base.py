@@ -5,7 +5,7 @@ from typing import Protocol, Self
 
 from torch import Tensor
 
-from bestiary.types import Batch, Snapshot, Spec, State, Trajectory
+from bestiary.types import Batch, Snapshot, Spec, State, Trajectory, ValueTargets
 
 
 class Replay(Protocol):
@@ -20,7 +20,13 @@ class Replay(Protocol):
         """A batch to learn from; None: too empty, or ahead of its ratio."""
         ...
 
-    def update(self, keys: Tensor, priorities: Tensor) -> None: ...
+    def update_priorities(self, keys: Tensor, priorities: Tensor) -> None:
+        """Set the priorities of the sampled items `keys`."""
+        ...
+
+    def set_value_targets(self, keys: Tensor, targets: ValueTargets) -> None:
+        """Store a critic's targets with the transitions of the sampled episodes `keys`."""
+        ...
 
     @property
     def full(self) -> bool:
@@ -40,12 +46,12 @@ class Replay(Protocol):
     def load_state_dict(self, state: Snapshot) -> None: ...
 
 
-class ReplayConfig(Protocol):
+class ReplayBuilder(Protocol):
     def share(self, parts: int, learners: int = 1) -> Self:
         """What each of so many replays, with its part of the streams, should be; every learner takes a batch."""
         ...
 
-    def room(self, spec: Spec, unroll: int) -> int:
+    def nbytes(self, spec: Spec, unroll: int) -> int:
         """Bytes it will hold when full, about."""
         ...
 

@@ -16,7 +16,7 @@ from bestiary.ops.commands import Aim, Floats, best, less_start, to_go
 from bestiary.replay.base import row_bytes
 from bestiary.replay.ring_buffer import Drawn, RateLimiter, room
 from bestiary.seeding import REPLAY, derive
-from bestiary.types import Batch, Snapshot, Spec, State, TimeStep, Trajectory
+from bestiary.types import Batch, Snapshot, Spec, State, TimeStep, Trajectory, ValueTargets
 
 Ints = NDArray[np.int64]
 SURVEYED = 32_768  # rows of one part of a survey
@@ -294,13 +294,16 @@ class EpisodeReplay(Drawn):
                 begin = end
         return [*parts, self.held.number[order[begin:]]]
 
-    def update(self, keys: Tensor, priorities: Tensor) -> None:
-        """Targets and labels, [2, T, B], of the rows of whole episodes."""
+    def update_priorities(self, keys: Tensor, priorities: Tensor) -> None:
+        raise AssertionError("a replay of episodes has no priorities")
+
+    def set_value_targets(self, keys: Tensor, targets: ValueTargets) -> None:
+        """Store a critic's targets and advantages with the transitions of whole episodes."""
         if len(self.said) < len(self.rows[1]):
             grown = torch.zeros(len(self.rows[1]), 3)
             grown[: len(self.said)] = self.said
             self.said = grown
-        priorities = priorities.cpu()
+        said = torch.stack(targets).cpu()
         place = {int(number): i for i, number in enumerate(self.held.number)}
         at = np.array([place.get(int(key), -1) for key in keys])  # -1: it has made room for others meanwhile
         here = np.flatnonzero(at >= 0)
@@ -308,7 +311,7 @@ class EpisodeReplay(Drawn):
         column = np.repeat(here, moves)
         row = concatenated(np.zeros_like(moves), moves)
         into = torch.from_numpy(concatenated(first, moves))
-        target, label = priorities[:, torch.from_numpy(row), torch.from_numpy(column)]
+        target, label = said[:, torch.from_numpy(row), torch.from_numpy(column)]
         self.said[into] = torch.stack([target, label, label], -1)
         self.judged = np.union1d(self.judged, self.held.number[at[here]])
         if not self.waiting:
@@ -479,13 +482,13 @@ class Episodes:
         kept = {k: max(1, getattr(self, k) // parts) for k in ("capacity", "best", "latest", "warmup")}
         return replace(self, moves=moves, ratio=self.ratio * learners, **kept)
 
-    def room(self, spec: Spec, unroll: int = 0) -> int:
+    def nbytes(self, spec: Spec, unroll: int = 0) -> int:
         limits = (self.moves, None if spec.horizon is None else self.capacity * spec.horizon)
         return min((limit for limit in limits if limit is not None), default=0) * row_bytes(spec)
 
     def build(self, seed: int, spec: Spec, state: State) -> EpisodeReplay:
         if self.adjust and spec.is_image:
             raise UserError(f"algo.adjust fits returns to first observations: {spec.name} shows pictures, not a vector")
-        check_memory(self.room(spec), self.capacity)
+        check_memory(self.nbytes(spec), self.capacity)
         memory = state[2:]  # what comes before is the command, and how boldly it is followed
         return EpisodeReplay(self, seed, remembers=any(leaf.is_floating_point() for leaf in memory))

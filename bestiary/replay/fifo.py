@@ -9,7 +9,7 @@ from torch import Tensor
 from bestiary import tree
 from bestiary.errors import UserError
 from bestiary.replay.base import row_bytes
-from bestiary.types import Batch, Snapshot, Spec, State, TimeStep, Trajectory
+from bestiary.types import Batch, Snapshot, Spec, State, TimeStep, Trajectory, ValueTargets
 
 
 def columns(t: Trajectory, start: int, count: int) -> Trajectory:
@@ -52,8 +52,11 @@ class FifoReplay:
         self.size -= self.cfg.batch_size
         return Batch(join(parts))
 
-    def update(self, keys: Tensor, priorities: Tensor) -> None:
-        raise AssertionError("a Fifo has no priorities")
+    def update_priorities(self, keys: Tensor, priorities: Tensor) -> None:
+        raise AssertionError("a queue has no priorities")
+
+    def set_value_targets(self, keys: Tensor, targets: ValueTargets) -> None:
+        raise AssertionError("a queue stores no value targets")
 
     @property
     def full(self) -> bool:
@@ -96,7 +99,7 @@ class Fifo:
     def share(self, parts: int, learners: int = 1) -> Self:
         return self  # it is as large as its streams ask for
 
-    def room(self, spec: Spec, unroll: int) -> int:
+    def nbytes(self, spec: Spec, unroll: int) -> int:
         return (self.capacity + self.batch_size) * (unroll + 1) * row_bytes(spec)
 
     def build(self, seed: int = 0, spec: Spec | None = None, state: State = ()) -> FifoReplay:

@@ -118,7 +118,7 @@ class PrioritizedReplay(RingReplay):
     def is_empty(self) -> bool:
         return self.tree.total == 0.0
 
-    def update(self, keys: Tensor, priorities: Tensor) -> None:
+    def update_priorities(self, keys: Tensor, priorities: Tensor) -> None:
         number, stream = np.divmod(keys.numpy(), self.cfg.streams)
         weight, held = self._weight(priorities), self.ring.holds(number * self.cfg.stride, self.cfg.rows)
         self.late += int((~held).sum())
@@ -215,7 +215,7 @@ class Prioritized:
         kept = {"capacity": self.capacity // parts, "warmup": self.warmup // parts}
         return replace(self, **kept, ratio=self.ratio * learners)
 
-    def room(self, spec: Spec, unroll: int) -> int:
+    def nbytes(self, spec: Spec, unroll: int) -> int:
         return self.capacity * row_bytes(spec)
 
     def build(self, seed: int, spec: Spec | None = None, state: State = ()) -> PrioritizedReplay:

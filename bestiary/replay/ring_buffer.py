@@ -11,7 +11,7 @@ from torch import Tensor
 from bestiary import tree
 from bestiary.errors import UserError
 from bestiary.replay.base import row_bytes
-from bestiary.types import Snapshot, Spec, State, TimeStep, Trajectory
+from bestiary.types import Snapshot, Spec, State, TimeStep, Trajectory, ValueTargets
 
 Rows = Any  # a tree of tensors [rows, streams, ...]
 
@@ -278,6 +278,9 @@ class RingReplay(Drawn):
     @property
     def bytes(self) -> int:
         return self.ring.bytes
+
+    def set_value_targets(self, keys: Tensor, targets: ValueTargets) -> None:
+        raise AssertionError("a replay of transitions stores no value targets")
 
     def metrics(self) -> dict[str, float]:
         return self.ring.metrics() | self.rate_limiter.metrics()

@@ -85,8 +85,8 @@ class UniformReplay(RingReplay):
         t = self.ring.gather(first + np.arange(window + 1)[:, None], stream)
         return Batch(t._replace(state=self.ring.state_at(first, stream)))
 
-    def update(self, keys: Tensor, priorities: Tensor) -> None:
-        raise AssertionError("all rows are equally likely")
+    def update_priorities(self, keys: Tensor, priorities: Tensor) -> None:
+        raise AssertionError("a uniform replay has no priorities")
 
     # -- checkpoints ---------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class Uniform:
         kept = {"capacity": self.capacity // parts, "warmup": self.warmup // parts}
         return replace(self, **kept, ratio=self.ratio * learners)
 
-    def room(self, spec: Spec, unroll: int) -> int:
+    def nbytes(self, spec: Spec, unroll: int) -> int:
         return self.capacity * row_bytes(spec)
 
     def build(self, seed: int, spec: Spec | None = None, state: State = ()) -> UniformReplay:

@@ -11,6 +11,7 @@ from bestiary.acting.actor import Actor
 from bestiary.algos.base import Learner, load_weights
 from bestiary.config.experiment import Experiment
 from bestiary.config.machine import choose_device, cores, keep_memory, set_threads
+from bestiary.replay.base import Replay
 from bestiary.runtime.evaluation import ThreadedEvaluation, prepare
 from bestiary.seeding import ACTIONS, LEARNING, TRAIN, WEIGHTS, derive
 from bestiary.types import Batch, Episode, Metrics, Progress, Snapshot, Spec, Trajectory, Update
@@ -57,6 +58,14 @@ def learn(learner: Learner, batch: Batch, seed: int, device: torch.device) -> Up
     return update._replace(metrics=update.metrics | {"policy_lag": lag}) if update.metrics else update
 
 
+def write_back(replay: Replay, keys: Tensor, update: Update) -> None:
+    """Send priorities and value targets of the sampled items back to their replay."""
+    if update.priorities is not None:
+        replay.update_priorities(keys, update.priorities)
+    if update.value_targets is not None:
+        replay.set_value_targets(keys, update.value_targets)
+
+
 def init_from(learner: Learner, weights: dict[str, Tensor], learnt: Snapshot) -> None:
     """What another run has learnt, under this experiment's own schedules."""
     load_weights(learner.agent, weights, "than this experiment's")
@@ -87,7 +96,7 @@ class LocalRuntime:
         try:
             self.learner = build_learner(experiment, self.spec, self.device)
             memory = self.learner.agent.initial_state(1)
-            self.replay = experiment.algo.replay(runtime.envs).build(experiment.seed, self.spec, memory)
+            self.replay = experiment.algo.replay_builder(runtime.envs).build(experiment.seed, self.spec, memory)
             self._build_actor()
         except BaseException:
             self.close()
@@ -130,11 +139,11 @@ class LocalRuntime:
         update = learn(self.learner, batch, self.experiment.seed, self.device)
         if update.metrics:
             means.add(update.metrics)
-        if update.priorities is not None and batch.keys is not None:
-            self._write_back(batch.keys, update.priorities)
+        if batch.keys is not None:
+            self._write_back(batch.keys, update)
 
-    def _write_back(self, keys: Tensor, priorities: Tensor) -> None:
-        self.replay.update(keys, priorities)
+    def _write_back(self, keys: Tensor, update: Update) -> None:
+        write_back(self.replay, keys, update)
 
     def init_from(self, weights: dict[str, torch.Tensor], learnt: Snapshot) -> None:
         init_from(self.learner, weights, learnt)

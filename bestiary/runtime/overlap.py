@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bestiary.config.experiment import Experiment
 from bestiary.runtime.local import LocalRuntime, Means
-from bestiary.types import Batch, Episode, Progress, Snapshot
+from bestiary.types import Batch, Episode, Progress, Snapshot, Update
 
 
 class OverlapRuntime(LocalRuntime):
@@ -62,9 +62,9 @@ class OverlapRuntime(LocalRuntime):
                 raise self.failure
             return batch
 
-    def _write_back(self, keys: Tensor, priorities: Tensor) -> None:
+    def _write_back(self, keys: Tensor, update: Update) -> None:
         with self.changed:
-            super()._write_back(keys, priorities)
+            super()._write_back(keys, update)
 
     def state_dict(self, at_rest: bool = True, with_replay: bool = True) -> Snapshot:
         with self.changed:

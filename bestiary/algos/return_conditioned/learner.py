@@ -29,7 +29,18 @@ from bestiary.ops.commands import Aim, aim, best, exponential_weight, reduce, zs
 from bestiary.ops.policy import entropy, sample
 from bestiary.ops.returns import lambda_returns
 from bestiary.replay.episodes import Episodes, Held, Survey
-from bestiary.types import Batch, Metrics, Snapshot, Spec, State, TimeStep, Trajectory, Update, transitions
+from bestiary.types import (
+    Batch,
+    Metrics,
+    Snapshot,
+    Spec,
+    State,
+    TimeStep,
+    Trajectory,
+    Update,
+    ValueTargets,
+    transitions,
+)
 
 LATEST = 20  # episodes that count as what is played now
 REMEMBERED = 1_000  # batches after which old observations count less in what is normal
@@ -285,7 +296,7 @@ class CommandLearner:
         with torch.no_grad():
             value = self.values(t.step)
             target, _ = self.judge(t, value)
-        return Update({}, torch.stack([target, target - value[:-1]]))
+        return Update({}, value_targets=ValueTargets(target, target - value[:-1]))
 
     def teach_critic(self, t: Trajectory, valid: Tensor) -> Metrics:
         assert self.critic is not None and self.critic_optimizer is not None
@@ -622,12 +633,12 @@ class Commanded:
             return aim(mean, spread=deviation)
         return aim(pairs, spread=self.increment * deviation)
 
-    def replay(self, num_envs: int) -> Episodes:
+    def replay_builder(self, num_streams: int) -> Episodes:
         survey = None
         if self.command == "advantage":
             survey = Survey(self.critic_every, whole=self.critic == "own")
         return Episodes(
-            streams=num_envs,
+            streams=num_streams,
             batch_size=self.batch_size,
             capacity=self.capacity,
             moves=self.moves,

@@ -89,9 +89,9 @@ class ClusterRuntime:
         self.versions = versions()
         self.order = Order(experiment.to_json(), tuple(used()))
         unroll = experiment.algo.unroll
-        config = experiment.algo.replay(self.cfg.streams).share(*self.cfg.shards_and_learners)
+        config = experiment.algo.replay_builder(self.cfg.streams).share(*self.cfg.shards_and_learners)
         row = row_bytes(self.spec) + 4 * self.spec.num_actions
-        needs = Needs(row * (unroll + 1) * self.cfg.envs, self.flat.bytes, config.room(self.spec, unroll))
+        needs = Needs(row * (unroll + 1) * self.cfg.envs, self.flat.bytes, config.nbytes(self.spec, unroll))
         try:
             found = connect(self.cfg.address, 2 * needs.store(self.cfg.actors))
             check_nodes(found)

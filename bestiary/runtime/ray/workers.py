@@ -19,11 +19,11 @@ from bestiary.ops.collective import SINGLE_PROCESS
 from bestiary.runtime import Ray
 from bestiary.runtime.collective import join, meeting
 from bestiary.runtime.evaluation import prepare
-from bestiary.runtime.local import Means, build_learner, init_from, learn
+from bestiary.runtime.local import Means, build_learner, init_from, learn, write_back
 from bestiary.runtime.ray.aligner import Lanes
 from bestiary.runtime.ray.wire import Flat, pack, unpack
 from bestiary.seeding import ACTIONS, TRAIN, derive, substream
-from bestiary.types import Batch, Episode, Snapshot, Spec, Trajectory
+from bestiary.types import Batch, Episode, Snapshot, Spec, Trajectory, Update
 
 FlatWeights = NDArray[np.uint8]
 
@@ -116,7 +116,7 @@ class Shard:
         runtime = settings(experiment)
         memory = experiment.algo.agent(spec, experiment.net, experiment.core).initial_state(1)
         seed = experiment.seed if number == 0 else derive(experiment.seed, number)
-        config = experiment.algo.replay(runtime.streams).share(*runtime.shards_and_learners)
+        config = experiment.algo.replay_builder(runtime.streams).share(*runtime.shards_and_learners)
         self.replay = config.build(seed, spec, memory)
         self.envs = runtime.envs
         self.lanes = Lanes(runtime.streams // runtime.envs)
@@ -149,8 +149,8 @@ class Shard:
         packed = None if batch is None else pack(batch)
         return Drawn(packed, Held(self.replay.full, self.replay.bytes, self.replay.metrics()))
 
-    def update(self, keys: NDArray[Any], priorities: NDArray[Any]) -> None:
-        self.replay.update(*unpack((keys, priorities)))
+    def write_back(self, keys: NDArray[Any], update: Update) -> None:
+        write_back(self.replay, unpack(keys), unpack(update))
 
     def state(self) -> Snapshot:
         return self.replay.state_dict()
@@ -240,8 +240,8 @@ class Teacher:
             update = learn(self.learner, unpack(batch), self.experiment.seed, self.device)
             if update.metrics:
                 means.add(update.metrics)
-            if update.priorities is not None and batch.keys is not None:
-                self._write_back(shard, batch.keys, update.priorities)
+            if batch.keys is not None:
+                self._write_back(shard, batch.keys, update)
             busy += time.perf_counter() - began
         passed = time.perf_counter() - started
         changed, idle = self.learner.updates > before, 1 - busy / max(passed, 1e-9)
@@ -269,8 +269,10 @@ class Teacher:
             return shard, None
         return shard, batch
 
-    def _write_back(self, shard: int, keys: Any, priorities: Tensor) -> None:
-        done = self.shards[shard].update.remote(np.array(keys), pack(priorities))
+    def _write_back(self, shard: int, keys: Any, update: Update) -> None:
+        if update.priorities is None and update.value_targets is None:
+            return
+        done = self.shards[shard].write_back.remote(np.array(keys), pack(update._replace(metrics={})))
         if self.ahead == 0:  # in a fixed order: nothing is drawn before it is there
             ray.get(done)
 

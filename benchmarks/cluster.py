@@ -20,7 +20,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests"))
-from raynodes import kill_session, processes  # noqa: E402
+from helpers.ray_nodes import kill_session, processes  # noqa: E402
 
 SWITCH, NET, PORT = "bst-switch", "10.201.0", 6379
 CORES = (2, 1, 2)  # of each host: the learner and one actor, one actor, two actors

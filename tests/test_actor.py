@@ -1,6 +1,5 @@
 """The actor: overlapping rows, the memory before them, the weights behind them; and playing whole games."""
 
-import io
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -8,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from stories import different_fields
+from helpers.files import through_a_file
+from helpers.rollouts import different_fields
 from torch import Tensor
 
 from bestiary import tree
@@ -91,13 +91,6 @@ def actor(env: Any) -> Iterator[Actor]:
     actor = make_actor(env, chance=0.5)
     with closing(actor.env_batch):
         yield actor
-
-
-def through_a_file(snapshot: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(snapshot, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def assert_same(a: Trajectory, b: Trajectory) -> None:

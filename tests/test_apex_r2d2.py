@@ -2,7 +2,6 @@
 
 import copy
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_off_policy import CORE, NET, SPEC, after_burn_in, assert_close, gradients, sequential, shaken, windows
+from helpers.learners import CORE, NET, SPEC, after_burn_in, assert_close, gradients, sequential, shaken, windows
 from torch import Tensor, nn
 
 from bestiary import tree
@@ -37,15 +36,6 @@ APEX: dict[str, Any] = SMALL | {"unroll": 10}
 R2D2: dict[str, Any] = SMALL | {"unroll": 5, "window": 15, "burn_in": 5, "stored_state": True}
 PICTURE = Spec("picture", (1, 6, 5), torch.uint8, 4)
 ATARI = Spec("Any", (1, 84, 84), torch.uint8, 18)
-
-
-@pytest.fixture
-def _double() -> Iterator[None]:
-    """Networks in float64."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
 
 
 double = pytest.mark.usefixtures("_double")

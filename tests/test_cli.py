@@ -10,18 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.program import SMALL, bestiary, refused
 
 from bestiary.cli.commands.train import read
 from bestiary.cli.main import main
 from bestiary.config.experiment import family
 from bestiary.presets import PRESETS, preset
-
-SMALL = ["--runtime.envs", "4", "--algo.batch-size", "4", "--runtime.threads", "1", "--plain"]
-
-
-def bestiary(*args: object, cwd: Path | None = None, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "bestiary", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=timeout, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +24,6 @@ def run(tmp_path_factory) -> Path:
     done = bestiary("train", "recall", *SMALL, "--frames", "3k", "--evaluation.episodes", 4, "--run", path)
     assert done.returncode == 0, done.stderr
     return path
-
-
-def refused(done: subprocess.CompletedProcess[str]) -> str:
-    """The one sentence on standard error; a user's mistake never shows a traceback."""
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    return " ".join(re.sub(r"[─│╭╮╰╯]", " ", done.stderr).split())
 
 
 def test_help_answers_at_once_and_without_torch():

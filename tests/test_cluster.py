@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from raynodes import Nodes, descendants, kill_session, processes
+from helpers.ray_nodes import Nodes, descendants, kill_session, processes
 
 import bestiary
 from bestiary.algos import Impala

@@ -12,9 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import pretend
 import pytest
-import raynodes
+from helpers import fake_run, ray_nodes
 
 from bestiary.cli.main import main
 from bestiary.config.experiment import Evaluation, Experiment
@@ -61,7 +60,7 @@ def pretending(monkeypatch) -> Callable[[float], None]:
     """Processes that only pretend to train, at a pace: the rest is real."""
 
     def at(lr_schedule: float) -> None:
-        words = [sys.executable, pretend.__file__]
+        words = [sys.executable, fake_run.__file__]
         monkeypatch.setattr(executor, "command", lambda path: [*words, str(path), str(lr_schedule)])
 
     at(0)
@@ -144,7 +143,7 @@ def test_a_run_that_nobody_keeps_saves_and_goes_on(keeper, reason, cluster, pret
     seeds.train_seeds(replace(experiment, frames=2000), [3], tmp_path, say=told.append, place=cluster)
     assert f"seed3 goes on, retry 1 of 3: {reason}" in told
     assert len(first) == 2
-    assert within(10, lambda: not set(first) & {one.pid for one in raynodes.processes()})
+    assert within(10, lambda: not set(first) & {one.pid for one in ray_nodes.processes()})
     at, end = saved(tmp_path / "seed3")
     assert 0 < at < end == 2000
 
@@ -189,7 +188,7 @@ def test_asked_to_stop_runs_save_and_those_that_wait_for_a_core_do_not_begin(clu
 
 def test_a_run_begins_only_when_its_last_process_has_left(pretending, experiment, tmp_path):
     run = Run.create(tmp_path / "seed3", replace(experiment, seed=3)).path
-    words = [pretend.__file__, str(run)]
+    words = [fake_run.__file__, str(run)]
     with ThreadPoolExecutor() as pool:
         with executor.hold(run):
             code = pool.submit(Keeper().run, words, str(run), str(tmp_path), executor.OUTPUT, {}, str(tmp_path))
@@ -223,7 +222,7 @@ def test_runs_save_and_leave_when_the_command_is_killed(cluster, tmp_path):
 import sys
 from bestiary.launch import executor
 from bestiary.cli.main import main
-jobs.command = lambda path: [sys.executable, {pretend.__file__!r}, str(path), "0.05"]
+jobs.command = lambda path: [sys.executable, {fake_run.__file__!r}, str(path), "0.05"]
 main({[*words, "--run", str(tmp_path)]!r})
 """
     command = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.DEVNULL)

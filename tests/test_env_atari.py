@@ -9,7 +9,7 @@ import pytest
 import torch
 from ale_py import Action
 from ale_py.vector_env import AtariVectorEnv
-from stories import Story, different_fields, random_actions, tell, tell_on
+from helpers.rollouts import Rollout, continue_rollout, different_fields, random_actions, roll_out
 
 from bestiary.envs import Atari
 from bestiary.envs.atari import rom_name
@@ -24,10 +24,10 @@ def make(env: Atari, num_envs: int = 1, seed: int = 0) -> EnvBatch:
     return env.make(num_envs, seed, TRAIN, 1)
 
 
-def played(env: Atari, rows: int, num_envs: int = 1, seed: int = 0) -> Story:
+def played(env: Atari, rows: int, num_envs: int = 1, seed: int = 0) -> Rollout:
     """Random play; equal arguments mean equal actions."""
     with closing(make(env, num_envs, seed)) as env_batch:
-        return tell(env_batch, random_actions(env_batch.spec.num_actions, rows, num_envs, seed))
+        return roll_out(env_batch, random_actions(env_batch.spec.num_actions, rows, num_envs, seed))
 
 
 # -- names ------------------------------------------------------------------------------------------------------
@@ -91,174 +91,174 @@ def test_impossible_numbers_are_refused(wrong: dict):
 
 
 def test_scores_are_raw():
-    story = played(Atari("MsPacman"), 150)
-    assert story.rows.reward.max() == 10  # a dot of the maze; a clipped reward would be 1
+    rollout = played(Atari("MsPacman"), 150)
+    assert rollout.steps.reward.max() == 10  # a dot of the maze; a clipped reward would be 1
 
 
 @pytest.fixture(scope="module")
-def frames() -> Story:
+def frames() -> Rollout:
     return played(Atari("Breakout", noop_max=0), 30, num_envs=2, seed=4)
 
 
-def test_a_row_shows_a_single_frame(frames: Story):
+def test_a_row_shows_a_single_frame(frames: Rollout):
     """The newest frame of a stack of four, as the same emulator gives it to those who ask for a stack."""
     assert frames.spec.obs_shape == (1, 84, 84)
     stacked = AtariVectorEnv("breakout", 2, stack_num=4, noop_max=1, reward_clipping=False, num_threads=1)
     obs, _ = stacked.reset(seed=np.array([derive(4, TRAIN, slot, 0) for slot in range(2)]))
-    for t, row in enumerate(frames.rows.obs):
+    for t, row in enumerate(frames.steps.obs):
         if t > 0:
             obs, *_ = stacked.step(frames.action[t - 1].numpy())
         assert row.equal(torch.from_numpy(obs[:, -1:]))
     stacked.close()
 
 
-def test_pictures_have_things_in_them_that_move(frames: Story):
-    assert frames.rows.obs.float().std(dim=(2, 3, 4)).min() > 1
-    assert not frames.rows.obs[10].equal(frames.rows.obs[11])
+def test_pictures_have_things_in_them_that_move(frames: Rollout):
+    assert frames.steps.obs.float().std(dim=(2, 3, 4)).min() > 1
+    assert not frames.steps.obs[10].equal(frames.steps.obs[11])
 
 
 @pytest.mark.parametrize("skip", [1, 4])
 def test_a_step_is_as_many_frames_as_the_frame_skip(skip: int):
-    story = played(Atari("Pong", frame_skip=skip, time_limit_frames=48), 48 // skip + 1)
-    ((row, episode),) = story.told(0)
+    rollout = played(Atari("Pong", frame_skip=skip, time_limit_frames=48), 48 // skip + 1)
+    ((row, episode),) = rollout.finished(0)
     assert row == 48 // skip + 1
     assert (episode.steps, episode.frames) == (48 // skip, 48)
-    assert story.spec.frames_per_step == skip
+    assert rollout.spec.frames_per_step == skip
 
 
 # -- lives ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def lives() -> Story:
+def lives() -> Rollout:
     return played(Atari("Breakout", life_loss=True), 420, num_envs=2)
 
 
 @pytest.fixture(scope="module")
-def games() -> Story:
+def games() -> Rollout:
     return played(Atari("Breakout", life_loss=False), 420, num_envs=2)
 
 
-def spans(story: Story, slot: int) -> list[tuple[int, int, tuple[float, ...], float]]:
+def spans(rollout: Rollout, slot: int) -> list[tuple[int, int, tuple[float, ...], float]]:
     """(first row, last row, lives, score) of each whole game of a slot."""
-    starts = story.rows.is_first[:, slot].nonzero().flatten().tolist()
-    reports = story.told(slot)
+    starts = rollout.steps.is_first[:, slot].nonzero().flatten().tolist()
+    reports = rollout.finished(slot)
     assert [row for row, _ in reports] == starts[1:]
     return [(a, row - 1, e.lives, e.score) for a, (row, e) in zip(starts, reports, strict=False)]
 
 
-def test_a_lost_life_is_terminal_but_the_game_goes_on(lives: Story):
+def test_a_lost_life_is_terminal_but_the_game_goes_on(lives: Rollout):
     for slot in range(2):
         assert spans(lives, slot)
         for first, last, _, _ in spans(lives, slot):
-            terminal = first + lives.rows.is_terminal[first : last + 1, slot].nonzero().flatten()
+            terminal = first + lives.steps.is_terminal[first : last + 1, slot].nonzero().flatten()
             assert len(terminal) == 5  # Breakout gives five balls
             assert terminal[-1] == last
-            assert not lives.rows.is_first[terminal[:-1] + 1, slot].any()
+            assert not lives.steps.is_first[terminal[:-1] + 1, slot].any()
 
 
-def test_a_game_scores_the_sum_of_its_lives(lives: Story):
+def test_a_game_scores_the_sum_of_its_lives(lives: Rollout):
     scores = []
     for slot in range(2):
         for first, last, returns, score in spans(lives, slot):
-            terminal = (first + lives.rows.is_terminal[first : last + 1, slot].nonzero().flatten()).tolist()
+            terminal = (first + lives.steps.is_terminal[first : last + 1, slot].nonzero().flatten()).tolist()
             cuts = zip([first, *terminal], terminal, strict=False)
-            by_hand = [lives.rows.reward[a + 1 : b + 1, slot].sum().item() for a, b in cuts]
+            by_hand = [lives.steps.reward[a + 1 : b + 1, slot].sum().item() for a, b in cuts]
             assert list(returns) == by_hand
             assert score == sum(by_hand)
             scores.append(score)
     assert max(scores) > 0
 
 
-def test_without_life_loss_only_the_end_of_the_game_is_terminal(games: Story):
-    assert games.rows.is_terminal.sum() >= 2
-    assert games.rows.is_terminal[:-1].equal(games.rows.is_first[1:])
+def test_without_life_loss_only_the_end_of_the_game_is_terminal(games: Rollout):
+    assert games.steps.is_terminal.sum() >= 2
+    assert games.steps.is_terminal[:-1].equal(games.steps.is_first[1:])
 
 
-def test_life_loss_changes_what_is_terminal_and_nothing_else(lives: Story, games: Story):
-    assert different_fields(lives.rows, games.rows) == ["is_terminal"]
+def test_life_loss_changes_what_is_terminal_and_nothing_else(lives: Rollout, games: Rollout):
+    assert different_fields(lives.steps, games.steps) == ["is_terminal"]
     assert lives.episodes == games.episodes  # lives are in the books either way
     assert all(len(e.lives) == 5 for ended in games.episodes for e in ended)
 
 
 def test_every_life_in_the_books_is_terminal_in_the_rows():
     """Bank Heist counts down to zero with one life still to play, so its counter says 0 long before the end."""
-    story = played(Atari("BankHeist"), 700)
-    first, last, returns, _ = spans(story, 0)[0]
+    rollout = played(Atari("BankHeist"), 700)
+    first, last, returns, _ = spans(rollout, 0)[0]
     assert len(returns) == 5
-    assert story.rows.is_terminal[first : last + 1, 0].sum() == 5
+    assert rollout.steps.is_terminal[first : last + 1, 0].sum() == 5
 
 
 def test_a_game_without_lives_is_one_life():
-    story = played(Atari("Pong"), 1150)
-    ((_, episode),) = story.told(0)
+    rollout = played(Atari("Pong"), 1150)
+    ((_, episode),) = rollout.finished(0)
     assert episode.lives == (episode.score,)
     assert -21 <= episode.score < -10
     assert not episode.truncated
-    assert story.rows.is_terminal.sum() == 1
+    assert rollout.steps.is_terminal.sum() == 1
 
 
 # -- games of one life ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def single() -> Story:
+def single() -> Rollout:
     return played(Atari("Breakout", one_life=True), 420, num_envs=2)
 
 
-def test_a_game_of_one_life_ends_with_it_and_the_next_has_all_lives_again(single: Story):
+def test_a_game_of_one_life_ends_with_it_and_the_next_has_all_lives_again(single: Rollout):
     left = torch.tensor([state["lives"] for state in single.saved])  # [T+1, B]
-    ends = single.rows.is_terminal
-    assert ends[:-1].equal(single.rows.is_first[1:])
+    ends = single.steps.is_terminal
+    assert ends[:-1].equal(single.steps.is_first[1:])
     for slot in range(2):
         assert len(spans(single, slot)) >= 5
         for first, last, returns, score in spans(single, slot):
             assert left[first:last, slot].tolist() == [5] * (last - first)
             assert left[last, slot] == 4
-            assert returns == (score,) == (single.rows.reward[first + 1 : last + 1, slot].sum().item(),)
+            assert returns == (score,) == (single.steps.reward[first + 1 : last + 1, slot].sum().item(),)
     assert not any(e.truncated for ended in single.episodes for e in ended)
 
 
-def test_the_one_life_is_the_first_of_the_whole_game(single: Story, lives: Story):
+def test_the_one_life_is_the_first_of_the_whole_game(single: Rollout, lives: Rollout):
     for slot in range(2):
-        lost = int(lives.rows.is_terminal[:, slot].nonzero()[0])
-        assert single.rows.obs[: lost + 1, slot].equal(lives.rows.obs[: lost + 1, slot])
+        lost = int(lives.steps.is_terminal[:, slot].nonzero()[0])
+        assert single.steps.obs[: lost + 1, slot].equal(lives.steps.obs[: lost + 1, slot])
         assert spans(single, slot)[0][1] == lost
-        assert single.told(slot)[0][1].score == spans(lives, slot)[0][2][0]
+        assert single.finished(slot)[0][1].score == spans(lives, slot)[0][2][0]
 
 
-def test_with_one_life_it_does_not_matter_whether_a_lost_life_is_an_end_for_the_learner(single: Story):
+def test_with_one_life_it_does_not_matter_whether_a_lost_life_is_an_end_for_the_learner(single: Rollout):
     either = played(Atari("Breakout", one_life=True, life_loss=False), 420, num_envs=2)
-    assert different_fields(either.rows, single.rows) == []
+    assert different_fields(either.steps, single.steps) == []
     assert either.episodes == single.episodes
 
 
 def test_a_game_without_lives_is_the_same_with_one():
     whole, one = (played(Atari("Pong", one_life=x, time_limit_frames=120), 80) for x in (False, True))
-    assert different_fields(whole.rows, one.rows) == []
+    assert different_fields(whole.steps, one.steps) == []
 
 
 @pytest.mark.parametrize("sticky", [0.0, 0.25])
 def test_games_of_one_life_continue_exactly_wherever_they_were_saved(sticky: float, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("bestiary.envs.atari.GAMES_PER_SEED", 2)  # so that a new seed is seen as well
     env = Atari("Breakout", one_life=True, sticky=sticky)
-    story = played(env, 130, num_envs=2)
-    at = spans(story, 0)[1][1]  # the row that ends the second game
+    rollout = played(env, 130, num_envs=2)
+    at = spans(rollout, 0)[1][1]  # the row that ends the second game
     for t in (at - 1, at, at + 1):
         with closing(make(env, 2)) as env_batch:
-            env_batch.load_state_dict(story.saved[t])
-            rest = tell_on(env_batch, story.action[t : t + 40])
-        assert different_fields(rest.rows, TimeStep(*(x[t + 1 : t + 41] for x in story.rows))) == []
-        assert rest.episodes == story.episodes[t + 1 : t + 41]
+            env_batch.load_state_dict(rollout.saved[t])
+            rest = continue_rollout(env_batch, rollout.action[t : t + 40])
+        assert different_fields(rest.steps, TimeStep(*(x[t + 1 : t + 41] for x in rollout.steps))) == []
+        assert rest.episodes == rollout.episodes[t + 1 : t + 41]
 
 
-def test_a_life_lost_as_time_runs_out_is_an_end_and_no_cut(single: Story):
+def test_a_life_lost_as_time_runs_out_is_an_end_and_no_cut(single: Rollout):
     last = spans(single, 0)[0][1]
     cut = played(Atari("Breakout", one_life=True, time_limit_frames=4 * last), 200, num_envs=2)
-    row, episode = cut.told(0)[0]
+    row, episode = cut.finished(0)[0]
     assert (row, episode.steps, episode.truncated) == (last + 1, last, False)
-    assert cut.rows.is_terminal[last, 0]
-    assert cut.rows.obs[last + 1, 0].equal(single.rows.obs[last + 1, 0])  # the next game, and not the one after it
+    assert cut.steps.is_terminal[last, 0]
+    assert cut.steps.obs[last + 1, 0].equal(single.steps.obs[last + 1, 0])  # the next game, and not the one after it
 
 
 # -- time limits ------------------------------------------------------------------------------------------------
@@ -266,10 +266,10 @@ def test_a_life_lost_as_time_runs_out_is_an_end_and_no_cut(single: Story):
 
 @pytest.mark.parametrize("life_loss", [True, False])
 def test_a_time_limit_cuts_a_game_without_ending_it(life_loss: bool):
-    story = played(Atari("Pong", time_limit_frames=60, life_loss=life_loss), 35, num_envs=2)
-    assert not story.rows.is_terminal.any()
-    assert story.rows.is_first.all(1).nonzero().flatten().tolist() == [0, 16, 32]
-    reported = [e for ended in story.episodes for e in ended]
+    rollout = played(Atari("Pong", time_limit_frames=60, life_loss=life_loss), 35, num_envs=2)
+    assert not rollout.steps.is_terminal.any()
+    assert rollout.steps.is_first.all(1).nonzero().flatten().tolist() == [0, 16, 32]
+    reported = [e for ended in rollout.episodes for e in ended]
     assert len(reported) == 4
     assert all(e.truncated and (e.steps, e.frames) == (15, 60) for e in reported)
 
@@ -278,8 +278,8 @@ def test_the_shortest_games_allowed_are_still_games():
     """The next game may idle for nearly as long as this one lasted: it must be seen as a new one all the same."""
     with pytest.raises(ValueError, match="time-limit-frames=38 leaves no time"):
         Atari("Pong", time_limit_frames=38)
-    story = played(Atari("Pong", time_limit_frames=39), 34)
-    assert story.rows.is_first[:, 0].nonzero().flatten().tolist() == [0, 11, 22, 33]
+    rollout = played(Atari("Pong", time_limit_frames=39), 34)
+    assert rollout.steps.is_first[:, 0].nonzero().flatten().tolist() == [0, 11, 22, 33]
 
 
 # -- knobs ------------------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ def test_the_shortest_games_allowed_are_still_games():
 def swapped(env: Atari, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Pictures of the same game played by two opposite players: always RIGHT, always LEFT."""
     with closing(make(env)) as env_batch:
-        return tuple(tell(env_batch, torch.full((rows, 1), a)).rows.obs for a in (2, 3))  # type: ignore
+        return tuple(roll_out(env_batch, torch.full((rows, 1), a)).steps.obs for a in (2, 3))  # type: ignore
 
 
 def test_sticky_actions_repeat_what_was_done_before():
@@ -299,7 +299,7 @@ def test_sticky_actions_repeat_what_was_done_before():
 
 
 def test_sticky_actions_are_drawn_from_the_seed():
-    plain, sticky, again = (played(Atari("Pong", sticky=p), 40).rows.obs for p in (0.0, 0.25, 0.25))
+    plain, sticky, again = (played(Atari("Pong", sticky=p), 40).steps.obs for p in (0.0, 0.25, 0.25))
     assert not plain.equal(sticky)
     assert sticky.equal(again)
 
@@ -312,8 +312,8 @@ def test_full_actions_are_all_eighteen_with_the_same_meaning():
         assert few.spec.legal is None
         assert np.flatnonzero(all_of_them.spec.legal).tolist() == full.tolist()
         action = random_actions(6, 60, 1)
-        a, b = tell(few, action), tell(all_of_them, full[action])
-    assert different_fields(a.rows, b.rows) == ["prev_action"]
+        a, b = roll_out(few, action), roll_out(all_of_them, full[action])
+    assert different_fields(a.steps, b.steps) == ["prev_action"]
 
 
 def idle_frames(env: Atari, num_envs: int) -> list[int]:
@@ -341,4 +341,4 @@ def test_fire_reset_serves_the_first_ball():
     """Breakout waits for FIRE: without it nothing moves, with it the ball is lost soon."""
     for fire, ended in ((True, True), (False, False)):
         with closing(make(Atari("Breakout", fire_reset=fire))) as env_batch:
-            assert tell(env_batch, torch.zeros(60, 1, dtype=torch.int64)).rows.is_terminal.any() == ended
+            assert roll_out(env_batch, torch.zeros(60, 1, dtype=torch.int64)).steps.is_terminal.any() == ended

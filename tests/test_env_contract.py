@@ -1,13 +1,13 @@
 """What every environment promises, whoever wrote it."""
 
-import io
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from stories import PICTURE, Story, different_fields, random_actions, tell, tell_on
+from helpers.files import through_a_file
+from helpers.rollouts import IMAGE_ENV, Rollout, continue_rollout, different_fields, random_actions, roll_out
 
 from bestiary import tree
 from bestiary.config.experiment import family
@@ -15,7 +15,7 @@ from bestiary.config.schema import kebab
 from bestiary.envs import Atari, Catch, Gym, KeyToDoor, LunarLander, Recall, Riverraid, TMaze, VisualMatch
 from bestiary.envs.env_batch import EnvBatch
 from bestiary.seeding import EVAL, TRAIN
-from bestiary.types import Episode, Snapshot
+from bestiary.types import Episode
 
 SLOTS, SEED = 2, 3
 AHEAD = 200  # rows that must agree after a restart
@@ -23,7 +23,7 @@ AHEAD = 200  # rows that must agree after a restart
 
 class Case(NamedTuple):
     env: Any
-    rows: int = 300  # enough for several episodes, and for AHEAD rows after one of them ended
+    steps: int = 300  # enough for several episodes, and for AHEAD rows after one of them ended
     name: str = ""
 
     def __str__(self) -> str:
@@ -52,8 +52,8 @@ SMALL = {
     "gym": [
         Case(Gym("CartPole-v1"), name="cartpole"),
         Case(Gym("CartPole-v1", processes=True), name="processes"),
-        Case(Gym("MountainCar-v0"), rows=450, name="mountaincar"),
-        Case(Gym(PICTURE), name="picture"),
+        Case(Gym("MountainCar-v0"), steps=450, name="mountaincar"),
+        Case(Gym(IMAGE_ENV), name="picture"),
     ],
     "lunar-lander": [
         Case(LunarLander(), name="dense"),
@@ -61,14 +61,14 @@ SMALL = {
         Case(LunarLander(processes=True), name="processes"),
     ],
     "atari": [
-        Case(Atari("Pong", time_limit_frames=480), rows=330, name="pong"),
-        Case(Atari("Breakout"), rows=480, name="breakout"),
-        Case(Atari("Breakout", life_loss=False, sticky=0.25), rows=480, name="breakout-games"),
-        Case(Atari("Breakout", one_life=True), rows=330, name="breakout-one-life"),
+        Case(Atari("Pong", time_limit_frames=480), steps=330, name="pong"),
+        Case(Atari("Breakout"), steps=480, name="breakout"),
+        Case(Atari("Breakout", life_loss=False, sticky=0.25), steps=480, name="breakout-games"),
+        Case(Atari("Breakout", one_life=True), steps=330, name="breakout-one-life"),
     ],
     "riverraid": [
-        Case(Riverraid("pacifist:20", launch=True, sticky=0.25, time_limit_frames=480), rows=330),
-        Case(Riverraid(stall=20, sticky=0.25, life_loss=False, time_limit_frames=480), rows=330, name="cut-short"),
+        Case(Riverraid("pacifist:20", launch=True, sticky=0.25, time_limit_frames=480), steps=330),
+        Case(Riverraid(stall=20, sticky=0.25, life_loss=False, time_limit_frames=480), steps=330, name="cut-short"),
     ],
 }
 # an environment nobody listed is tested with its own defaults
@@ -81,91 +81,84 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 @pytest.fixture(scope="module")
-def story(case: Case) -> Iterator[Story]:
+def rollout(case: Case) -> Iterator[Rollout]:
     with closing(case.make()) as env_batch:
-        yield tell(env_batch, random_actions(env_batch.spec.num_actions, case.rows, SLOTS))
+        yield roll_out(env_batch, random_actions(env_batch.spec.num_actions, case.steps, SLOTS))
 
 
-def through_a_file(snapshot: Snapshot) -> Snapshot:
-    file = io.BytesIO()
-    torch.save(snapshot, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def assert_goes_on(env_batch: EnvBatch, story: Story, at: int, rows: int = AHEAD) -> None:
+def assert_goes_on(env_batch: EnvBatch, rollout: Rollout, at: int, rows: int = AHEAD) -> None:
     """The world's next rows and reports are those that followed row `at`."""
-    ahead = tell_on(env_batch, story.action[at : at + rows])
-    expected = tree.narrow(story.rows, 0, at + 1, len(ahead.action))
-    assert different_fields(ahead.rows, expected) == [], f"after row {at}"
-    assert ahead.episodes == story.episodes[at + 1 : at + 1 + rows], f"after row {at}"
+    ahead = continue_rollout(env_batch, rollout.action[at : at + rows])
+    expected = tree.narrow(rollout.steps, 0, at + 1, len(ahead.action))
+    assert different_fields(ahead.steps, expected) == [], f"after row {at}"
+    assert ahead.episodes == rollout.episodes[at + 1 : at + 1 + rows], f"after row {at}"
 
 
 # -- rows -------------------------------------------------------------------------------------------------------
 
 
-def test_rows_look_as_the_spec_says(case: Case, story: Story):
-    T, rows, spec = case.rows + 1, story.rows, story.spec
+def test_rows_look_as_the_spec_says(case: Case, rollout: Rollout):
+    T, rows, spec = case.steps + 1, rollout.steps, rollout.spec
     assert rows.obs.shape == (T, SLOTS, *spec.obs_shape)
     assert rows.obs.dtype == spec.obs_dtype
     assert rows.prev_action.dtype == torch.int64
     assert rows.reward.dtype == torch.float32
     assert rows.is_first.dtype == rows.is_terminal.dtype == torch.bool
     assert all(x.shape == (T, SLOTS) for x in rows[1:])
-    assert all(x[0].is_contiguous() for x in story.kept)
+    assert all(x[0].is_contiguous() for x in rollout.as_returned)
 
 
-def test_the_story_is_long_enough_to_test_anything(story: Story):
-    assert all(story.told(slot) for slot in range(SLOTS))
-    assert story.ends()[0] + AHEAD < len(story.action)
+def test_the_story_is_long_enough_to_test_anything(rollout: Rollout):
+    assert all(rollout.finished(slot) for slot in range(SLOTS))
+    assert rollout.ends()[0] + AHEAD < len(rollout.action)
 
 
-def test_every_slot_begins_with_a_first_row(story: Story):
-    assert story.rows.is_first[0].all()
+def test_every_slot_begins_with_a_first_row(rollout: Rollout):
+    assert rollout.steps.is_first[0].all()
 
 
-def test_nothing_led_to_a_first_row(story: Story):
-    first = story.rows.is_first
-    assert (story.rows.prev_action[first] == 0).all()
-    assert (story.rows.reward[first] == 0).all()
+def test_nothing_led_to_a_first_row(rollout: Rollout):
+    first = rollout.steps.is_first
+    assert (rollout.steps.prev_action[first] == 0).all()
+    assert (rollout.steps.reward[first] == 0).all()
 
 
-def test_no_episode_ends_where_it_begins(story: Story):
-    assert not (story.rows.is_first & story.rows.is_terminal).any()
-    assert not (story.rows.is_first[:-1] & story.rows.is_first[1:]).any()
+def test_no_episode_ends_where_it_begins(rollout: Rollout):
+    assert not (rollout.steps.is_first & rollout.steps.is_terminal).any()
+    assert not (rollout.steps.is_first[:-1] & rollout.steps.is_first[1:]).any()
 
 
-def test_rows_tell_the_action_that_led_to_them(story: Story):
-    going = ~story.rows.is_first[1:]
-    assert story.rows.prev_action[1:][going].equal(story.action[going])
+def test_rows_tell_the_action_that_led_to_them(rollout: Rollout):
+    going = ~rollout.steps.is_first[1:]
+    assert rollout.steps.prev_action[1:][going].equal(rollout.action[going])
 
 
-def test_a_new_episode_follows_every_end_and_nothing_else(case: Case, story: Story):
-    begins = story.rows.is_first[1:]
+def test_a_new_episode_follows_every_end_and_nothing_else(case: Case, rollout: Rollout):
+    begins = rollout.steps.is_first[1:]
     reported = torch.zeros_like(begins)
     cut = torch.zeros_like(begins)
-    for t, ended in enumerate(story.episodes[1:]):
+    for t, ended in enumerate(rollout.episodes[1:]):
         for episode in ended:
             reported[t, episode.slot] = True
             cut[t, episode.slot] = episode.truncated
     assert reported.equal(begins)
-    terminal = story.rows.is_terminal[:-1]
+    terminal = rollout.steps.is_terminal[:-1]
     if case.life_loss:
         assert (terminal | cut)[begins].all()
     else:
         assert (terminal | cut).equal(begins)
 
 
-def test_rows_told_earlier_do_not_change(story: Story):
-    assert different_fields(story.kept, story.rows) == []
+def test_rows_told_earlier_do_not_change(rollout: Rollout):
+    assert different_fields(rollout.as_returned, rollout.steps) == []
 
 
 # -- books ------------------------------------------------------------------------------------------------------
 
 
-def slow_books(case: Case, story: Story, slot: int) -> list[tuple[int, Episode]]:
+def slow_books(case: Case, rollout: Rollout, slot: int) -> list[tuple[int, Episode]]:
     """Read a slot's rows one by one and write down its episodes."""
-    rows, frames = tree.map(lambda x: x[:, slot], story.rows), story.spec.frames_per_step
+    rows, frames = tree.map(lambda x: x[:, slot], rollout.steps), rollout.spec.frames_per_step
     books, score, life, steps, lives = [], 0.0, 0.0, 0, []
     for t in range(1, len(rows.reward)):
         if rows.is_first[t]:
@@ -184,9 +177,9 @@ def slow_books(case: Case, story: Story, slot: int) -> list[tuple[int, Episode]]
     return books
 
 
-def test_the_books_agree_with_the_rows(case: Case, story: Story):
+def test_the_books_agree_with_the_rows(case: Case, rollout: Rollout):
     for slot in range(SLOTS):
-        told, slow = story.told(slot), slow_books(case, story, slot)
+        told, slow = rollout.finished(slot), slow_books(case, rollout, slot)
         assert len(told) == len(slow) > 0
         for (row, book), (slow_row, expected) in zip(told, slow, strict=True):
             assert row == slow_row
@@ -203,40 +196,40 @@ def test_the_books_agree_with_the_rows(case: Case, story: Story):
 
 
 @pytest.fixture(scope="module")
-def opening(story: Story) -> int:
+def opening(rollout: Rollout) -> int:
     """So many moves are enough to see a second episode begin, or to be sure of a difference."""
-    return min(story.ends()[0] + 20, 300)
+    return min(rollout.ends()[0] + 20, 300)
 
 
-def test_the_same_seed_tells_the_same_story(case: Case, story: Story, opening: int):
+def test_the_same_seed_tells_the_same_story(case: Case, rollout: Rollout, opening: int):
     with closing(case.make()) as env_batch:
         env_batch.reset()
-        assert_goes_on(env_batch, story, 0, opening)
+        assert_goes_on(env_batch, rollout, 0, opening)
 
 
 @pytest.mark.parametrize(("seed", "stream"), [(SEED + 1, TRAIN), (SEED, EVAL)], ids=["seed", "stream"])
-def test_another_seed_or_stream_tells_another_story(case: Case, story: Story, opening: int, seed: int, stream: int):
+def test_another_seed_or_stream_tells_another_story(case: Case, rollout: Rollout, opening: int, seed: int, stream: int):
     with closing(case.make(seed=seed, stream=stream)) as env_batch:
-        other = tell(env_batch, story.action[:opening])
+        other = roll_out(env_batch, rollout.action[:opening])
     for slot in range(SLOTS):
-        assert not other.rows.obs[:, slot].equal(story.rows.obs[: opening + 1, slot])
+        assert not other.steps.obs[:, slot].equal(rollout.steps.obs[: opening + 1, slot])
 
 
 @pytest.fixture(scope="module")
-def monotony(case: Case, opening: int) -> Iterator[Story]:
+def monotony(case: Case, opening: int) -> Iterator[Rollout]:
     """Always the same action: whatever differs comes from the seeds."""
     with closing(case.make()) as env_batch:
-        yield tell(env_batch, torch.ones(opening + 40, SLOTS, dtype=torch.int64))
+        yield roll_out(env_batch, torch.ones(opening + 40, SLOTS, dtype=torch.int64))
 
 
-def test_slots_tell_different_stories(monotony: Story):
-    assert not monotony.rows.obs[:, 0].equal(monotony.rows.obs[:, 1])
+def test_slots_tell_different_stories(monotony: Rollout):
+    assert not monotony.steps.obs[:, 0].equal(monotony.steps.obs[:, 1])
 
 
-def test_a_slot_tells_different_stories_one_after_the_other(monotony: Story):
-    told, length = monotony.rows.obs, 50
+def test_a_slot_tells_different_stories_one_after_the_other(monotony: Rollout):
+    told, length = monotony.steps.obs, 50
     for slot in range(SLOTS):
-        starts = monotony.rows.is_first[:, slot].nonzero().flatten().tolist()
+        starts = monotony.steps.is_first[:, slot].nonzero().flatten().tolist()
         ends = [*starts[1:], len(told) + 1]  # the last episode is not over, and counts only if long enough
         spans = [(a, min(a + length, b)) for a, b in zip(starts, ends, strict=True)]
         beginnings = [told[a:b, slot].numpy().tobytes() for a, b in spans if b <= len(told)]
@@ -244,45 +237,45 @@ def test_a_slot_tells_different_stories_one_after_the_other(monotony: Story):
         assert len(set(beginnings)) > 1
 
 
-def test_a_slot_does_not_depend_on_the_batch_around_it(case: Case, story: Story, opening: int):
+def test_a_slot_does_not_depend_on_the_batch_around_it(case: Case, rollout: Rollout, opening: int):
     with closing(case.make(1)) as env_batch:
-        alone = tell(env_batch, story.action[:opening, :1])
-    assert different_fields(alone.rows, tree.map(lambda x: x[: opening + 1, :1], story.rows)) == []
+        alone = roll_out(env_batch, rollout.action[:opening, :1])
+    assert different_fields(alone.steps, tree.map(lambda x: x[: opening + 1, :1], rollout.steps)) == []
 
 
-def test_a_reset_starts_the_same_story_again(case: Case, story: Story):
+def test_a_reset_starts_the_same_story_again(case: Case, rollout: Rollout):
     with closing(case.make()) as env_batch, closing(case.make()) as restored:
         env_batch.reset()
-        tell_on(env_batch, story.action[:9])
+        continue_rollout(env_batch, rollout.action[:9])
         env_batch.reset()
-        assert_goes_on(env_batch, story, 0, 30)
+        assert_goes_on(env_batch, rollout, 0, 30)
         restored.load_state_dict(through_a_file(env_batch.state_dict()))
-        assert_goes_on(restored, story, 30, 30)
+        assert_goes_on(restored, rollout, 30, 30)
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------
 
 
-def moments(story: Story) -> list[int]:
+def moments(rollout: Rollout) -> list[int]:
     """The beginning, on the way, an episode's last row (its reset is pending), the first of the next, a later end."""
-    ends = [t for t in story.ends() if t + AHEAD < len(story.action)]
+    ends = [t for t in rollout.ends() if t + AHEAD < len(rollout.action)]
     return sorted({0, min(7, ends[0] // 2), ends[0], ends[0] + 1, ends[len(ends) // 2]})
 
 
-def test_a_saved_world_goes_on_as_if_nothing_had_happened(case: Case, story: Story):
-    for at in moments(story):
+def test_a_saved_world_goes_on_as_if_nothing_had_happened(case: Case, rollout: Rollout):
+    for at in moments(rollout):
         with closing(case.make()) as env_batch:
-            env_batch.load_state_dict(through_a_file(story.saved[at]))
-            assert same(env_batch.state_dict(), story.saved[at]), f"at row {at}"
-            assert_goes_on(env_batch, story, at)
-            assert same(env_batch.state_dict(), story.saved[at + AHEAD]), f"after row {at}"
+            env_batch.load_state_dict(through_a_file(rollout.saved[at]))
+            assert same(env_batch.state_dict(), rollout.saved[at]), f"at row {at}"
+            assert_goes_on(env_batch, rollout, at)
+            assert same(env_batch.state_dict(), rollout.saved[at + AHEAD]), f"after row {at}"
 
 
-def test_a_world_goes_on_from_what_it_loaded_last(case: Case, story: Story):
+def test_a_world_goes_on_from_what_it_loaded_last(case: Case, rollout: Rollout):
     with closing(case.make()) as env_batch:
-        for at in (story.ends()[0], 0):
-            env_batch.load_state_dict(through_a_file(story.saved[at]))
-        assert_goes_on(env_batch, story, 0, 30)
+        for at in (rollout.ends()[0], 0):
+            env_batch.load_state_dict(through_a_file(rollout.saved[at]))
+        assert_goes_on(env_batch, rollout, 0, 30)
 
 
 def same(a: Any, b: Any) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
-from stories import PICTURE, random_actions, tell
+from helpers.rollouts import IMAGE_ENV, random_actions, roll_out
 
 from bestiary.envs import Gym
 from bestiary.seeding import EVAL, TRAIN, derive
@@ -111,7 +111,7 @@ def to_channels_first(picture: np.ndarray) -> np.ndarray:
     ("id", "kwargs"),
     [
         ("CartPole-v1", {}),
-        (PICTURE, {}),
+        (IMAGE_ENV, {}),
         ("toys/Toy-v0", {}),
         ("toys/Toy-v0", {"observation": "channels-first"}),
         ("toys/Toy-v0", {"observation": "float-picture"}),
@@ -121,7 +121,7 @@ def to_channels_first(picture: np.ndarray) -> np.ndarray:
 def test_a_world_tells_what_its_environments_say(id: str, kwargs: dict, stream: int):
     """Each slot against a plain environment, seeded by its address (seed, stream, slot, episode)."""
     with closing(make(id, 2, stream, **kwargs)) as env_batch:
-        story = tell(env_batch, random_actions(env_batch.spec.num_actions, 60, 2))
+        rollout = roll_out(env_batch, random_actions(env_batch.spec.num_actions, 60, 2))
     for slot in range(2):
         env, episode = gymnasium.make(id, disable_env_checker=True, **kwargs), 0
         obs, reward, terminated, ended = env.reset(seed=derive(0, stream, slot, 0))[0], 0.0, False, False
@@ -130,12 +130,12 @@ def test_a_world_tells_what_its_environments_say(id: str, kwargs: dict, stream: 
                 episode += 1
                 obs, reward, terminated, ended = env.reset(seed=derive(0, stream, slot, episode))[0], 0.0, False, False
             elif t > 0:
-                obs, reward, terminated, truncated, _ = env.step(story.action[t - 1, slot].item())
+                obs, reward, terminated, truncated, _ = env.step(rollout.action[t - 1, slot].item())
                 ended = terminated or truncated
-            expected = torch.from_numpy(to_channels_first(obs).copy()).to(story.spec.obs_dtype)
-            assert story.rows.obs[t, slot].equal(expected)
-            assert story.rows.reward[t, slot].item() == pytest.approx(float(reward))
-            assert story.rows.is_terminal[t, slot].item() == terminated
+            expected = torch.from_numpy(to_channels_first(obs).copy()).to(rollout.spec.obs_dtype)
+            assert rollout.steps.obs[t, slot].equal(expected)
+            assert rollout.steps.reward[t, slot].item() == pytest.approx(float(reward))
+            assert rollout.steps.is_terminal[t, slot].item() == terminated
 
 
 @pytest.mark.parametrize(
@@ -156,10 +156,10 @@ def test_channels_come_first_and_numbers_are_bytes_or_single_floats(kwargs: dict
 
 
 def test_channels_last_pictures_become_channels_first():
-    with closing(make(PICTURE)) as env_batch:
+    with closing(make(IMAGE_ENV)) as env_batch:
         assert env_batch.spec.obs_shape == (3, 6, 8)
         picture = env_batch.reset().obs[0]
-    env = gymnasium.make(PICTURE)
+    env = gymnasium.make(IMAGE_ENV)
     seen, _ = env.reset(seed=derive(0, TRAIN, 0, 0))
     assert picture.permute(1, 2, 0).equal(torch.from_numpy(seen))
 
@@ -177,29 +177,29 @@ def test_an_environment_that_breaks_breaks_the_step_with_its_own_error(processes
 
 def test_a_time_limit_is_not_an_end():
     with closing(make("MountainCar-v0", 2)) as env_batch:
-        story = tell(env_batch, torch.ones(405, 2, dtype=torch.int64))  # without a push the car stays in its valley
-    assert not story.rows.is_terminal.any()
-    assert story.rows.is_first.any(1).nonzero().flatten().tolist() == [0, 201, 402]
+        rollout = roll_out(env_batch, torch.ones(405, 2, dtype=torch.int64))  # a car that is not pushed never arrives
+    assert not rollout.steps.is_terminal.any()
+    assert rollout.steps.is_first.any(1).nonzero().flatten().tolist() == [0, 201, 402]
     for slot in range(2):
-        for row, episode in story.told(slot):
+        for row, episode in rollout.finished(slot):
             assert row in (201, 402)
             assert (episode.steps, episode.score, episode.truncated) == (200, -200.0, True)
 
 
 def test_a_true_end_is_not_a_time_limit():
     with closing(make("CartPole-v1", 2)) as env_batch:
-        story = tell(env_batch, torch.ones(100, 2, dtype=torch.int64))  # always to the right: the pole falls
-    assert story.rows.is_terminal.sum() >= 10
-    assert story.rows.is_terminal[:-1].equal(story.rows.is_first[1:])
-    assert not any(e.truncated for ended in story.episodes for e in ended)
+        rollout = roll_out(env_batch, torch.ones(100, 2, dtype=torch.int64))  # always to the right: the pole falls
+    assert rollout.steps.is_terminal.sum() >= 10
+    assert rollout.steps.is_terminal[:-1].equal(rollout.steps.is_first[1:])
+    assert not any(e.truncated for ended in rollout.episodes for e in ended)
 
 
 def test_processes_tell_the_same_story():
-    stories = []
+    rollouts = []
     for processes in (False, True):
         with closing(make("CartPole-v1", 3, processes=processes)) as env_batch:
-            stories.append(tell(env_batch, random_actions(2, 80, 3)))
-    here, there = stories
-    assert all(a.equal(b) for a, b in zip(here.rows, there.rows, strict=True))
+            rollouts.append(roll_out(env_batch, random_actions(2, 80, 3)))
+    here, there = rollouts
+    assert all(a.equal(b) for a, b in zip(here.steps, there.steps, strict=True))
     assert here.episodes == there.episodes
     assert here.saved == there.saved

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_fastweights import CASES, FINAL, INPUTS, apply, gradients, load, tracked
+from helpers.fast_weights import CASES, FINAL, INPUTS, apply, gradients, load, tracked
 from torch import Tensor
 
 from bestiary.ops.fastweights import loops

@@ -1,6 +1,5 @@
 """LunarLander: dense and sparse, cut short or not, in Gymnasium, in processes and in envpool."""
 
-import io
 import multiprocessing
 import os
 import re
@@ -12,7 +11,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from stories import different_fields, random_actions, tell, tell_on
+from helpers.files import through_a_file
+from helpers.rollouts import continue_rollout, different_fields, random_actions, roll_out
 from torch import Tensor
 
 from bestiary import tree
@@ -25,7 +25,7 @@ from bestiary.presets import preset
 from bestiary.runtime import Local
 from bestiary.runtime.start import start
 from bestiary.seeding import EVAL, TRAIN
-from bestiary.types import Episode, Snapshot, TimeStep
+from bestiary.types import Episode, TimeStep
 
 SEED = 3
 MISSING = {extra for extra in ("box2d", "envpool") if not available(extra)}
@@ -37,7 +37,7 @@ both = pytest.mark.parametrize(
 
 
 def play(env_batch: EnvBatch, action: Tensor) -> tuple[TimeStep, list[list[Episode]]]:
-    """The rows [T+1, B], and what was reported with each; unlike a story it is not saved on the way."""
+    """The rows [T+1, B], and what was reported with each; unlike a rollout it is not saved on the way."""
     rows, reports = [env_batch.reset()], [[]]
     for chosen in action:
         row, ended = env_batch.step(chosen)
@@ -51,13 +51,6 @@ def rows_of(
 ) -> tuple[TimeStep, list[list[Episode]]]:
     with closing(cfg.make(action.shape[1], seed, stream, threads)) as env_batch:
         return play(env_batch, action)
-
-
-def through_a_file(snapshot: Snapshot) -> Snapshot:
-    file = io.BytesIO()
-    torch.save(snapshot, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------
@@ -208,7 +201,7 @@ def test_the_same_seed_tells_the_same_story_bit_for_bit(backend: str):
     rows, told = rows_of(cfg, action)
     assert rows.is_first.sum() > 3
     with closing(cfg.make(3, SEED, TRAIN, 2)) as env_batch:
-        for _ in range(2):  # a reset begins the same story again
+        for _ in range(2):  # a reset begins the same rollout again
             again, told_again = play(env_batch, action)
             assert different_fields(rows, again) == []
             assert told_again == told
@@ -228,14 +221,14 @@ def test_the_same_seed_tells_the_same_story_bit_for_bit(backend: str):
 def test_a_saved_world_goes_on_in_the_middle_of_an_episode(cfg: LunarLander):
     action = random_actions(4, 250, 3)
     with closing(cfg.make(3, SEED, TRAIN, 2)) as env_batch:
-        story = tell(env_batch, action)
-    ended = story.ends()[0]
+        rollout = roll_out(env_batch, action)
+    ended = rollout.ends()[0]
     for at in (40, ended, ended + 1, 120):
         with closing(cfg.make(3, SEED, TRAIN, 2)) as env_batch:
-            env_batch.load_state_dict(through_a_file(story.saved[at]))
-            ahead = tell_on(env_batch, action[at:])
-        assert different_fields(ahead.rows, tree.narrow(story.rows, 0, at + 1, 250 - at)) == [], at
-        assert ahead.episodes == story.episodes[at + 1 :], at
+            env_batch.load_state_dict(through_a_file(rollout.saved[at]))
+            ahead = continue_rollout(env_batch, action[at:])
+        assert different_fields(ahead.steps, tree.narrow(rollout.steps, 0, at + 1, 250 - at)) == [], at
+        assert ahead.episodes == rollout.episodes[at + 1 :], at
         assert sum(map(len, ahead.episodes)) > 3
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.learners import count
 from torch import Tensor, nn
 
 from bestiary.algos import Impala
@@ -27,10 +28,6 @@ PICTURE = Spec("picture", (2, 9, 7), torch.uint8, 4)
 
 def atari(num_actions: int) -> Spec:
     return Spec("atari", (1, 84, 84), torch.uint8, num_actions, frames_per_step=4)
-
-
-def count(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
 
 
 def agent(num_actions: int, net: Net, core: Ff | Lstm) -> nn.Module:

@@ -1,6 +1,5 @@
 """Learning curves of tiny runs whose every number is known."""
 
-import csv
 import re
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.files import read_csv
 
 from bestiary.analysis.curves import aggregate, binned, curves, distinctions, smoothed
 from bestiary.analysis.plot import draw, plot, style
@@ -55,11 +55,6 @@ def seeds(tmp_path) -> list[Path]:
     ]
 
 
-def rows(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def test_seeds_become_one_line_with_the_numbers_of_a_pencil(seeds, tmp_path):
     drawn = plot(seeds, bins=2, interval="range", out=tmp_path / "a.png")
     # games at 5 and 10 fall into the first half, 15 and 20 into the second: means 1.5, 3.5, 4 and 3.5, 5.5, 4.5
@@ -74,7 +69,7 @@ def test_seeds_become_one_line_with_the_numbers_of_a_pencil(seeds, tmp_path):
 def test_the_interquartile_mean_can_be_asked_for(seeds, tmp_path):
     plot(seeds, bins=2, aggregate="iqm", out=tmp_path / "a.png")
     # of three, a quarter of the outer ones: (1.5 / 4 + 3.5 + 4 / 4) / 1.5
-    assert [float(r["iqm"]) for r in rows(tmp_path / "a.csv")] == pytest.approx([3.25, 4.5])
+    assert [float(r["iqm"]) for r in read_csv(tmp_path / "a.csv")] == pytest.approx([3.25, 4.5])
 
 
 def test_the_bootstrap_lies_within_the_range_and_around_the_mean(seeds):
@@ -100,7 +95,7 @@ def test_one_seed_has_no_band(seeds, tmp_path):
     (line,) = plot(seeds[:1], bins=2, out=tmp_path / "a.png").lines
     assert line.low is line.high is None
     assert line.seeds == 1
-    assert [(r["low"], r["high"]) for r in rows(tmp_path / "a.csv")] == [("", ""), ("", "")]
+    assert [(r["low"], r["high"]) for r in read_csv(tmp_path / "a.csv")] == [("", ""), ("", "")]
 
 
 def test_no_band_where_every_task_has_one_seed():
@@ -215,8 +210,8 @@ def test_smoothing_looks_back():
 @pytest.mark.parametrize(("clock", "end"), [("frames", 20), ("steps", 10), ("updates", 5), ("seconds", 5)])
 def test_every_clock(seeds, clock, end, tmp_path):
     plot(seeds, x=clock, bins=2, out=tmp_path / "a.png")
-    assert [float(r[clock]) for r in rows(tmp_path / "a.csv")] == [end / 2, end]
-    assert [float(r["mean"]) for r in rows(tmp_path / "a.csv")] == [3, 4.5]
+    assert [float(r[clock]) for r in read_csv(tmp_path / "a.csv")] == [end / 2, end]
+    assert [float(r["mean"]) for r in read_csv(tmp_path / "a.csv")] == [3, 4.5]
 
 
 def test_success_and_columns_of_metrics(seeds):
@@ -345,7 +340,7 @@ def test_the_command_draws_into_the_current_directory(seeds, tmp_path):
     assert done.stdout == "written to plot.png, plot.svg, plot.csv\n"
     line = "env=recall, core=ff, algo=impala"
     assert done.stderr == f"note: the runs of {line!r} end between 10 and 20 frames; drawn to the first end\n"
-    assert [(r["label"], r["frames"], r["mean"], r["seeds"]) for r in rows(tmp_path / "plot.csv")] == [
+    assert [(r["label"], r["frames"], r["mean"], r["seeds"]) for r in read_csv(tmp_path / "plot.csv")] == [
         ("mine", "10", "2.5", "2"),
         ("mine", "20", "4.5", "2"),
         ("other", "10", "4", "1"),

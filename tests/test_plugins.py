@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_cli import SMALL, bestiary, refused
+from helpers.program import SMALL, bestiary, refused
 
 from bestiary.analysis.core_contract import examine
 from bestiary.cli.main import main

@@ -1,6 +1,5 @@
 """Rewards as sums of named components: what is paid, what is written down, and what is refused."""
 
-import csv
 import re
 import shlex
 import subprocess
@@ -13,7 +12,8 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from stories import Story, different_fields, random_actions, tell
+from helpers.files import read_csv
+from helpers.rollouts import Rollout, different_fields, random_actions, roll_out
 
 import bestiary
 from bestiary.algos import Impala
@@ -243,18 +243,18 @@ def make(num_envs: int = 2, id: str = "toys/Walk-v0", processes: bool = False, *
     return Gym(id, kwargs, processes).make(num_envs, 3, TRAIN, 2)
 
 
-def story(processes: bool = False, reward: str = "score") -> Story:
+def rollout(processes: bool = False, reward: str = "score") -> Rollout:
     with closing(make(processes=processes, reward=reward)) as env_batch:
         assert env_batch.components == NAMES
-        return tell(env_batch, random_actions(3, 200, 2))
+        return roll_out(env_batch, random_actions(3, 200, 2))
 
 
 def test_a_world_keeps_books_of_games_and_lives():
-    told = story(reward="2*place-moved")
+    told = rollout(reward="2*place-moved")
     weights = parse_reward("2*place-moved", COMPONENTS)
-    rows, games = told.rows, 0
+    rows, games = told.steps, 0
     for slot in range(2):
-        for row, episode in told.told(slot):
+        for row, episode in told.finished(slot):
             here = slice(row - episode.steps, row)
             reward = rows.reward[here, slot]
             assert episode.components["leftward"] == (rows.prev_action[here, slot] == 0).sum().item()
@@ -271,32 +271,27 @@ def test_a_world_keeps_books_of_games_and_lives():
 
 
 def test_what_is_paid_changes_rewards_and_nothing_else():
-    one, other = story(reward="score"), story(reward="-x2")
-    assert different_fields(one.rows, other.rows) == ["reward"]
+    one, other = rollout(reward="score"), rollout(reward="-x2")
+    assert different_fields(one.steps, other.steps) == ["reward"]
     for a, b in zip(one.episodes, other.episodes, strict=True):
         assert [e.components for e in a] == [e.components for e in b]
         assert [e.life_components for e in a] == [e.life_components for e in b]
 
 
 def test_processes_tell_and_save_the_same():
-    here, there = story(), story(processes=True)
-    assert different_fields(here.rows, there.rows) == []
+    here, there = rollout(), rollout(processes=True)
+    assert different_fields(here.steps, there.steps) == []
     assert here.episodes == there.episodes
     assert here.saved == there.saved
 
 
 def test_an_ordinary_environment_has_no_components():
     with closing(make(id="CartPole-v1")) as env_batch:
-        told = tell(env_batch, random_actions(2, 60, 2))
+        told = roll_out(env_batch, random_actions(2, 60, 2))
         assert (env_batch.components, env_batch.tally()) == ((), {})
     episodes = [e for ended in told.episodes for e in ended]
     assert episodes
     assert all((e.components, e.life_components) == ({}, ()) for e in episodes)
-
-
-def table(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def trained(path: Path, env: Gym) -> Path:
@@ -315,7 +310,7 @@ def trained(path: Path, env: Gym) -> Path:
 def test_all_components_are_logged_whatever_is_paid(tmp_path: Path):
     for reward in ("lazy:3", "score"):
         run = trained(tmp_path / reward.replace(":", ""), Gym("toys/Walk-v0", {"reward": reward}))
-        rows = table(run / "metrics.csv")
+        rows = read_csv(run / "metrics.csv")
         assert len(rows) >= 4
         for name in NAMES:
             assert all(row[f"per_{what}_{name}"] for row in rows for what in ("step", "game", "life"))
@@ -323,16 +318,16 @@ def test_all_components_are_logged_whatever_is_paid(tmp_path: Path):
         for row in rows:
             games = {name: float(row[f"per_game_{name}"]) for name in NAMES}
             assert float(row["score"]) == pytest.approx(worth(weights, games), abs=1e-6)
-        (evaluation,) = table(run / "evaluations.csv")
+        (evaluation,) = read_csv(run / "evaluations.csv")
         assert {f"per_game_{name}" for name in NAMES} < evaluation.keys()
-        assert all("moved=" in row["components"] for row in table(run / "episodes.csv"))
+        assert all("moved=" in row["components"] for row in read_csv(run / "episodes.csv"))
 
 
 def test_the_files_of_an_ordinary_run_have_no_such_columns(tmp_path: Path):
     run = trained(tmp_path / "run", Gym("CartPole-v1"))
     for name in ("metrics.csv", "evaluations.csv"):
-        assert not [column for column in table(run / name)[0] if column.startswith("per_")]
-    assert {row["components"] for row in table(run / "episodes.csv")} == {""}
+        assert not [column for column in read_csv(run / name)[0] if column.startswith("per_")]
+    assert {row["components"] for row in read_csv(run / "episodes.csv")} == {""}
 
 
 # -- LunarLander's fuel -----------------------------------------------------------------------------------------
@@ -409,10 +404,10 @@ def test_the_commands_of_the_page_train(example: Path):
         command = [sys.executable, "-m", "bestiary", *words, *short.split(), "--run", str(run)]
         done = subprocess.run(command, cwd=example.parent, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr
-        row = table(run / "metrics.csv")[-1]
+        row = read_csv(run / "metrics.csv")[-1]
         assert float(row["per_step_main_engine"]) + float(row["per_step_side_engine"]) < 1
         assert float(row["per_step_tilt"]) > 0
-        (evaluation,) = table(run / "evaluations.csv")
+        (evaluation,) = read_csv(run / "evaluations.csv")
         game = {name: float(evaluation[f"per_game_{name}"]) for name in ("score", "main_engine", "side_engine", "tilt")}
         reward = next((word for word in words if "*" in word), "-tilt")
         assert float(evaluation["score"]) == pytest.approx(worth(parse_reward(reward, game), game), rel=1e-5)

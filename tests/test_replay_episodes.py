@@ -1,6 +1,5 @@
 """Whole episodes, against a list of them: who is kept, what is drawn, and what a learner says of them."""
 
-import io
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from helpers.files import through_a_file
 from hypothesis import given
 from hypothesis import settings as searching
 from hypothesis import strategies as st
@@ -929,13 +929,6 @@ def test_a_survey_of_a_few_shows_rests_of_episodes_and_keeps_nothing():
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------------
-
-
-def through_a_file(snapshot: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(snapshot, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 SAVED: dict[str, dict[str, Any]] = {

@@ -1,6 +1,5 @@
 """Experience drawn by surprise: whole, as often as its priority says, and never what is no longer or not yet there."""
 
-import io
 import re
 from dataclasses import replace
 from fractions import Fraction
@@ -9,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.files import through_a_file
 from hypothesis import given
 from hypothesis import settings as searching
 from hypothesis import strategies as st
@@ -555,13 +555,6 @@ def test_a_ring_in_which_nothing_could_be_spared_is_refused():
     with pytest.raises(UserError, match=r"leaves nothing to choose from .* raise it to 60, or use fifo"):
         settings(burn_in=9, capacity=12 * STREAMS, eviction="priority")
     fill(settings(burn_in=9, capacity=60, eviction="priority").build(0), Script(501), 90)
-
-
-def through_a_file(snapshot: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(snapshot, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def learn(replay: PrioritizedReplay) -> Any:

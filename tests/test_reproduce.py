@@ -1,10 +1,10 @@
 """A figure from one command: its plan, its runs, what was interrupted, and what comes out."""
 
-import csv
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers.files import read_csv
 
 from bestiary.cli.main import main
 from bestiary.config.experiment import Evaluation, Experiment
@@ -27,11 +27,6 @@ def short(monkeypatch):
     """Two lengths of a task each, a few episodes long."""
     monkeypatch.setattr(reproduce, "SMALL_LENGTHS", {"tmaze-passive": (1, 3), "visual-match": (1, 2)})
     monkeypatch.setattr(memory_rl, "quick", tiny)
-
-
-def rows(path: Path) -> list[dict[str, str]]:
-    with path.open() as file:
-        return list(csv.DictReader(file))
 
 
 def test_every_row_of_the_papers_budget_is_planned():
@@ -57,10 +52,12 @@ def test_a_figure_is_made_then_nothing_is_made_twice(short, tmp_path, capsys):
     assert "16 runs, 0 of them finished" in told and "16 of 16" in told
     for kind in ("png", "svg", "csv"):
         assert (tmp_path / f"figure.{kind}").stat().st_size > 300
-    table = rows(tmp_path / "figure.csv")
+    table = read_csv(tmp_path / "figure.csv")
     assert len(table) == 8 and {row["seeds"] for row in table} == {"2"}
     row = next(r for r in table if (r["task"], r["memory"], r["length"]) == ("tmaze-passive", "ff", "3"))
-    finals = [float(rows(tmp_path / f"tmaze-passive-3-ff-seed{s}" / "evaluations.csv")[-1]["score"]) for s in (0, 1)]
+    finals = [
+        float(read_csv(tmp_path / f"tmaze-passive-3-ff-seed{s}" / "evaluations.csv")[-1]["score"]) for s in (0, 1)
+    ]
     assert float(row["mean"]) == pytest.approx(sum(finals) / 2, abs=1e-4)
     assert {r["metric"] for r in table if r["task"] == "visual-match"} == {"success"}
 
@@ -83,7 +80,7 @@ def test_what_was_not_run_is_marked_so(short, tmp_path):
     jobs = reproduce.plan("memory-rl/fig3", "small", 1, ("ff",), tmp_path)
     reproduce.make(jobs[:1], 1, lambda text: None, {jobs[0].kind: 1.0})
     reproduce.picture(jobs, "memory-rl/fig3", tmp_path / "figure", "mean")
-    told = {(r["task"], r["length"]): r["mean"] for r in rows(tmp_path / "figure.csv")}
+    told = {(r["task"], r["length"]): r["mean"] for r in read_csv(tmp_path / "figure.csv")}
     assert list(told.values()).count("not run") == 3
 
 

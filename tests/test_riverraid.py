@@ -1,7 +1,5 @@
 """Riverraid: recorded games, rewards by name, books of components, what a learner must not see, and a parked plane."""
 
-import csv
-import io
 import re
 from collections.abc import Iterator
 from contextlib import closing
@@ -15,8 +13,9 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from helpers.files import read_csv, through_a_file
+from helpers.rollouts import Rollout, continue_rollout, different_fields, random_actions, roll_out
 from numpy.typing import NDArray
-from stories import Story, different_fields, random_actions, tell, tell_on
 from torch import Tensor
 
 import bestiary
@@ -33,7 +32,6 @@ from bestiary.nets import Net, Shallow
 from bestiary.runtime import Local
 from bestiary.runtime.start import start
 from bestiary.seeding import TRAIN
-from bestiary.types import Snapshot
 
 pytestmark = pytest.mark.skipif(not available("atari"), reason="needs the extra atari")
 
@@ -306,7 +304,7 @@ def test_sticky_actions_repeat_at_the_right_rate_and_from_the_seed():
 
 def test_games_with_sticky_actions_repeat_with_their_seed():
     plain, sticky, same, other = (
-        played(Riverraid(sticky=p, launch=True), player(60, 1), seed=seed)[0].rows.obs
+        played(Riverraid(sticky=p, launch=True), player(60, 1), seed=seed)[0].steps.obs
         for p, seed in ((0.0, 0), (0.25, 0), (0.25, 0), (0.25, 1))
     )
     assert sticky.equal(same)
@@ -338,8 +336,8 @@ def make(cfg: Riverraid, num_envs: int = 1, seed: int = 3, threads: int = 1) -> 
     return cfg.make(num_envs, seed, TRAIN, threads)
 
 
-def played(cfg: Riverraid, action: Tensor, seed: int = 3, threads: int = 1) -> tuple[Story, list[Raw]]:
-    """The story, and what the books were told with each of its rows but the first."""
+def played(cfg: Riverraid, action: Tensor, seed: int = 3, threads: int = 1) -> tuple[Rollout, list[Raw]]:
+    """The rollout, and what the books were told with each of its rows but the first."""
     raws: list[Raw] = []
     with closing(make(cfg, action.shape[1], seed, threads)) as env_batch:
         enter = env_batch.record
@@ -349,7 +347,7 @@ def played(cfg: Riverraid, action: Tensor, seed: int = 3, threads: int = 1) -> t
             return enter(raw)
 
         env_batch.record = record  # type: ignore[method-assign]
-        return tell(env_batch, action), raws
+        return roll_out(env_batch, action), raws
 
 
 CASES = {
@@ -363,7 +361,7 @@ CASES = {
 
 class Case(NamedTuple):
     cfg: Riverraid
-    story: Story
+    rollout: Rollout
     raws: list[Raw]
 
 
@@ -376,35 +374,35 @@ def case(request: pytest.FixtureRequest) -> Case:
 def lost_lives(case: Case) -> Tensor:
     """[T+1, B]: rows with which the counter of lives has dropped."""
     lives = torch.tensor(np.array([raw.lives for raw in case.raws]))  # [T, B], without the first row
-    drop = torch.zeros_like(case.story.rows.is_first)
-    drop[2:] = (lives[1:] < lives[:-1]) & ~case.story.rows.is_first[2:]
+    drop = torch.zeros_like(case.rollout.steps.is_first)
+    drop[2:] = (lives[1:] < lives[:-1]) & ~case.rollout.steps.is_first[2:]
     return drop
 
 
 def test_a_lost_life_is_terminal_but_the_game_goes_on(case: Case):
-    rows, drop = case.story.rows, lost_lives(case)
+    rows, drop = case.rollout.steps, lost_lives(case)
     assert drop.sum() >= 8
     assert rows.is_terminal.equal(drop)  # the last life ends with the game
     going = drop[:-1] & ~rows.is_first[1:]
     assert going.sum() >= 6
-    assert rows.obs.shape[2:] == case.story.spec.obs_shape == (1, 84, 84)
-    assert (case.story.spec.num_actions, case.story.spec.frames_per_step) == (18, 4)
+    assert rows.obs.shape[2:] == case.rollout.spec.obs_shape == (1, 84, 84)
+    assert (case.rollout.spec.num_actions, case.rollout.spec.frames_per_step) == (18, 4)
 
 
 def test_without_life_loss_only_the_end_of_a_game_is_terminal(case: Case):
-    story, _ = played(replace(case.cfg, life_loss=False), case.story.action)
-    assert different_fields(story.rows, case.story.rows) == ["is_terminal"]
-    for a, b in zip(chain(*story.episodes), chain(*case.story.episodes), strict=True):
+    rollout, _ = played(replace(case.cfg, life_loss=False), case.rollout.action)
+    assert different_fields(rollout.steps, case.rollout.steps) == ["is_terminal"]
+    for a, b in zip(chain(*rollout.episodes), chain(*case.rollout.episodes), strict=True):
         assert a == b._replace(truncated=a.truncated)  # a life lost as time runs out is an end, if lives are
-    ended = {(t, e.slot) for t, games in enumerate(story.episodes) for e in games if not e.truncated}
-    assert {(t + 1, slot) for t, slot in story.rows.is_terminal.nonzero().tolist()} >= ended
-    assert story.rows.is_terminal.sum() <= len(ended) + 2  # or the story ends there
+    ended = {(t, e.slot) for t, games in enumerate(rollout.episodes) for e in games if not e.truncated}
+    assert {(t + 1, slot) for t, slot in rollout.steps.is_terminal.nonzero().tolist()} >= ended
+    assert rollout.steps.is_terminal.sum() <= len(ended) + 2  # or the rollout ends there
 
 
 def test_every_row_is_paid_what_the_reward_says(case: Case):
     weights = reward_of(case.cfg.reward)
     prices = np.array([weights.get(name, 0.0) for name in NAMES])
-    for raw, reward in zip(case.raws, case.story.rows.reward[1:], strict=True):
+    for raw, reward in zip(case.raws, case.rollout.steps.reward[1:], strict=True):
         assert raw.components is not None
         paid = np.where(raw.is_first, 0.0, raw.components @ prices)
         assert raw.reward == pytest.approx(paid, abs=1e-12)
@@ -420,7 +418,7 @@ def test_games_and_lives_add_up_the_components_of_their_moves(case: Case):
             if raw.is_first[slot]:
                 if not drop[t - 1, slot]:  # cut short in the middle of a life
                     lives.append(life)
-                ((told),) = [e for e in case.story.episodes[t] if e.slot == slot]
+                ((told),) = [e for e in case.rollout.episodes[t] if e.slot == slot]
                 assert list(told.components) == list(NAMES)
                 assert list(told.components.values()) == game.tolist()
                 assert [list(part.values()) for part in told.life_components] == [part.tolist() for part in lives]
@@ -455,34 +453,27 @@ def test_moves_are_counted_until_someone_asks():
         assert set(env_batch.tally().values()) == {0.0}
 
 
-def through_a_file(snapshot: Snapshot) -> Snapshot:
-    file = io.BytesIO()
-    torch.save(snapshot, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 @pytest.mark.parametrize("processes", [False, True], ids=["here", "processes"])
 def test_a_saved_world_goes_on_with_its_rows_and_its_books(case: Case, processes: bool):
-    story, drop = case.story, lost_lives(case)
-    over = story.ends()[0]
+    rollout, drop = case.rollout, lost_lives(case)
+    over = rollout.ends()[0]
     # after a lost life, in the middle of another, on a last row, on the first of the next game
     moments = [int(drop.any(1).nonzero()[0]), over - 30, over, over + 1]
     with closing(make(replace(case.cfg, processes=processes), 2)) as env_batch:
         for at in moments:
-            env_batch.load_state_dict(through_a_file(story.saved[at]))
-            assert env_batch.state_dict() == story.saved[at]
-            ahead = tell_on(env_batch, story.action[at : at + 50])
+            env_batch.load_state_dict(through_a_file(rollout.saved[at]))
+            assert env_batch.state_dict() == rollout.saved[at]
+            ahead = continue_rollout(env_batch, rollout.action[at : at + 50])
             rows = len(ahead.action)
-            assert different_fields(ahead.rows, tree.narrow(story.rows, 0, at + 1, rows)) == [], f"after row {at}"
-            assert ahead.episodes == story.episodes[at + 1 : at + 1 + rows]
-            assert ahead.saved == story.saved[at + 1 : at + 1 + rows]
+            assert different_fields(ahead.steps, tree.narrow(rollout.steps, 0, at + 1, rows)) == [], f"after row {at}"
+            assert ahead.episodes == rollout.episodes[at + 1 : at + 1 + rows]
+            assert ahead.saved == rollout.saved[at + 1 : at + 1 + rows]
 
 
 def test_processes_tell_the_same_story(case: Case):
-    story, raws = played(replace(case.cfg, processes=True), case.story.action, threads=2)
-    assert different_fields(story.rows, case.story.rows) == []
-    assert story.episodes == case.story.episodes
+    rollout, raws = played(replace(case.cfg, processes=True), case.rollout.action, threads=2)
+    assert different_fields(rollout.steps, case.rollout.steps) == []
+    assert rollout.episodes == case.rollout.episodes
     parts, others = (np.array([raw.components for raw in told]) for told in (raws, case.raws))
     assert np.array_equal(parts, others)
 
@@ -668,10 +659,10 @@ def test_any_other_button_ends_the_waiting():
 
 
 def test_a_game_that_stalls_is_cut_short_and_not_ended():
-    story, raws = played(Riverraid("pacifist:20", stall=50), torch.full((60, 2), NOOP))
-    assert not story.rows.is_terminal.any()
-    assert story.rows.is_first.all(1).nonzero().flatten().tolist() == [0, 52]
-    (one, two) = story.episodes[52]
+    rollout, raws = played(Riverraid("pacifist:20", stall=50), torch.full((60, 2), NOOP))
+    assert not rollout.steps.is_terminal.any()
+    assert rollout.steps.is_first.all(1).nonzero().flatten().tolist() == [0, 52]
+    (one, two) = rollout.episodes[52]
     for episode in (one, two):
         assert (episode.steps, episode.truncated, episode.score) == (51, True, 510.0)  # 50 moves of it, and one more
     assert all(raw.truncated.all() == (t == 50) for t, raw in enumerate(raws))
@@ -680,9 +671,9 @@ def test_a_game_that_stalls_is_cut_short_and_not_ended():
 def test_a_player_who_launches_is_never_cut_short():
     """Not even by the shortest stall there is: the moves in which no button works do not count as waiting."""
     cfg = Riverraid(stall=20, noop_max=0)
-    story, raws = played(cfg, player(300, 2))
+    rollout, raws = played(cfg, player(300, 2))
     assert not any(raw.truncated.any() for raw in raws)
-    assert story.rows.is_terminal.any()
+    assert rollout.steps.is_terminal.any()
 
 
 def test_a_launched_plane_flies_from_the_first_move_of_every_life():
@@ -753,10 +744,10 @@ def test_without_the_dead_moves_a_game_is_that_much_shorter():
 
 
 def test_a_time_limit_cuts_a_game_without_ending_it():
-    story, _ = played(Riverraid("pacifist:20", time_limit_frames=120, noop_max=0), player(35, 2))
-    assert not story.rows.is_terminal.any()
-    assert story.rows.is_first.all(1).nonzero().flatten().tolist() == [0, 31]
-    told = [e for ended in story.episodes for e in ended]
+    rollout, _ = played(Riverraid("pacifist:20", time_limit_frames=120, noop_max=0), player(35, 2))
+    assert not rollout.steps.is_terminal.any()
+    assert rollout.steps.is_first.all(1).nonzero().flatten().tolist() == [0, 31]
+    told = [e for ended in rollout.episodes for e in ended]
     assert [(e.steps, e.frames, e.truncated, len(e.lives)) for e in told] == [(30, 120, True, 1)] * 2
     assert [e.life_components for e in told] == [(e.components,) for e in told]
 
@@ -820,11 +811,6 @@ def test_without_the_emulator_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
 # -- on record --------------------------------------------------------------------------------------------------
 
 
-def table(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 @pytest.fixture(scope="module", params=["pacifist:20", "score"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     path = tmp_path_factory.mktemp("runs") / "run"
@@ -839,7 +825,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def test_every_component_is_logged_per_step_life_and_game_whatever_is_paid(run: SimpleNamespace):
-    rows = table(run.path / "metrics.csv")
+    rows = read_csv(run.path / "metrics.csv")
     assert len(rows) >= 3
     for name in NAMES:
         assert all(row[f"per_step_{name}"] for row in rows)
@@ -856,7 +842,7 @@ def test_every_component_is_logged_per_step_life_and_game_whatever_is_paid(run: 
 
 
 def test_every_game_is_on_record_with_its_components(run: SimpleNamespace):
-    rows = table(run.path / "episodes.csv")
+    rows = read_csv(run.path / "episodes.csv")
     assert len(rows) >= 2
     for row in rows:
         parts = {name: float(value) for name, value in (part.split("=") for part in row["components"].split("|"))}
@@ -866,7 +852,7 @@ def test_every_game_is_on_record_with_its_components(run: SimpleNamespace):
 
 
 def test_evaluations_are_on_record_with_their_components(run: SimpleNamespace):
-    (row,) = table(run.path / "evaluations.csv")
+    (row,) = read_csv(run.path / "evaluations.csv")
     parts = {name: float(row[f"per_game_{name}"]) for name in NAMES}
     assert parts["survival"] == float(row["game_steps"])
     assert float(row["score"]) == pytest.approx(worth(reward_of(run.reward), parts))

@@ -8,13 +8,13 @@ import shutil
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
+from helpers.runs import interrupted, rows, same, tiny, weights
 
 import bestiary
 from bestiary.config.experiment import Checkpoints, Evaluation, Experiment, Logs, family
@@ -38,49 +38,6 @@ TINY_ATARI = Experiment(
     runtime=Local(envs=3, threads=1),
     frames=4_000,
 )
-
-
-def tiny(env=None, **changes) -> Experiment:
-    base = replace(
-        preset("recall"),
-        env=env or Recall(delay=3),
-        algo=replace(preset("recall").algo, unroll=7, batch_size=4),
-        core=Lstm(hidden=8),
-        runtime=Local(envs=6, threads=1),
-        frames=3_000,
-        evaluation=Evaluation(episodes=0),
-        log=Logs(every=200, tensorboard=False),
-    )
-    return replace(base, **changes)
-
-
-def rows(
-    run: Run, name: str = "metrics.csv", without=("seconds", "frames_per_second", "updates_per_second")
-) -> list[dict]:
-    with (run.path / name).open() as file:
-        return [{k: v for k, v in row.items() if k not in without} for row in csv.DictReader(file)]
-
-
-def weights(run: Run) -> dict[str, torch.Tensor]:
-    return run.load().weights
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
-def interrupted(experiment: Experiment, path: Path, frames: int) -> Run:
-    """Train until `frames`, stop as Ctrl-C does, and train on."""
-    session = None
-
-    def enough() -> bool:
-        return session is not None and session.runtime.frames >= frames
-
-    session = Session(experiment, path, NullDisplay(), enough)
-    for _ in session:
-        pass
-    assert not session.finished
-    return bestiary.train(experiment, path)
 
 
 EXACT = {

@@ -11,9 +11,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import pretend
 import pytest
-from pretend import PACE, value
+from helpers import fake_run
+from helpers.fake_run import SECONDS_PER_EVALUATION, value
+from helpers.files import modification_times
 
 from bestiary.cli.commands.eval import read as read_eval
 from bestiary.cli.commands.train import Signals
@@ -33,7 +34,7 @@ QUICK += ["--evaluation.every", "200", "--evaluation.episodes", "4"]
 @pytest.fixture
 def pretending(monkeypatch):
     """Processes that only pretend to train: the rest is real."""
-    monkeypatch.setattr(executor, "command", lambda path: [sys.executable, pretend.__file__, str(path)])
+    monkeypatch.setattr(executor, "command", lambda path: [sys.executable, fake_run.__file__, str(path)])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,10 +53,6 @@ def experiment() -> Experiment:
 
 def worth(experiment: Experiment, seed: int) -> float:
     return value(json.loads(replace(experiment, seed=seed).to_json()))
-
-
-def stamps(root: Path) -> dict[Path, int]:
-    return {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.is_file()}
 
 
 def nobody_works_in(root: Path) -> bool:
@@ -148,7 +145,7 @@ def test_the_best_evaluation_need_not_be_the_last(experiment, tmp_path):
 
 
 def test_what_is_running_is_told_now_and_then(pretending, experiment, tmp_path, monkeypatch):
-    monkeypatch.setenv(PACE, "0.2")
+    monkeypatch.setenv(SECONDS_PER_EVALUATION, "0.2")
     told: list[str] = []
     seeds.train_seeds(experiment, [25, 26], tmp_path, jobs=2, say=told.append, every=0.3)
     where = [line for line in told if "seed 26" in line and "of 400" in line]
@@ -160,13 +157,13 @@ def test_what_is_running_is_told_now_and_then(pretending, experiment, tmp_path, 
 
 def test_what_is_finished_is_left_alone_and_the_rest_goes_on(pretending, experiment, tmp_path):
     seeds.train_seeds(experiment, [0], tmp_path)
-    before = stamps(tmp_path / "seed0")
+    before = modification_times(tmp_path / "seed0")
     result = seeds.train_seeds(experiment, [0, 1], tmp_path)
-    assert stamps(tmp_path / "seed0") == before
+    assert modification_times(tmp_path / "seed0") == before
     assert [row["finished"] for row in result["seeds"]] == [True, True]
     longer = seeds.train_seeds(replace(experiment, frames=600), [0, 1], tmp_path)
     assert [row["frames"] for row in longer["seeds"]] == [600, 600]
-    assert stamps(tmp_path / "seed0") != before
+    assert modification_times(tmp_path / "seed0") != before
 
 
 def test_a_seed_that_fails_does_not_stop_the_others(pretending, tmp_path, capsys):
@@ -181,7 +178,7 @@ def test_a_seed_that_fails_does_not_stop_the_others(pretending, tmp_path, capsys
 
 
 def test_whatever_goes_wrong_nobody_is_left_behind(pretending, experiment, tmp_path, monkeypatch):
-    monkeypatch.setenv(PACE, "0.1")
+    monkeypatch.setenv(SECONDS_PER_EVALUATION, "0.1")
     long = replace(experiment, frames=100_000)
 
     def trip(working: list[seeds.SeedRun]) -> None:
@@ -201,7 +198,7 @@ def test_two_at_the_same_runs_are_one_too_many(pretending, experiment, tmp_path)
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_reaches_every_seed_and_the_same_command_goes_on(number, pretending, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv(PACE, "0.05")
+    monkeypatch.setenv(SECONDS_PER_EVALUATION, "0.05")
     args = ["train", "catch", *QUICK, "--seeds", "3..4", "--jobs", "2", "--run", str(tmp_path), "--frames"]
 
     def interrupt() -> None:
@@ -248,13 +245,13 @@ def test_wrong_words_are_refused_before_any_work(args, sentence, capsys, tmp_pat
 
 def test_another_experiment_in_the_same_place_is_refused(pretending, experiment, tmp_path):
     seeds.train_seeds(experiment, [0], tmp_path)
-    before = stamps(tmp_path)
+    before = modification_times(tmp_path)
     other = replace(experiment, algo=replace(experiment.algo, discount=0.5))
     with pytest.raises(UserError, match="holds another experiment"):
         seeds.train_seeds(other, [0, 1], tmp_path)
     with pytest.raises(UserError, match="is a run itself"):
         seeds.train_seeds(experiment, [0], tmp_path / "seed0")
-    assert stamps(tmp_path) == before
+    assert modification_times(tmp_path) == before
 
 
 # -- real processes -----------------------------------------------------------------------------------------

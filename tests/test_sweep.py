@@ -1,6 +1,5 @@
 """A search: its space, its trials, what is stopped early, what was broken off, and what comes out."""
 
-import csv
 import json
 import re
 import shlex
@@ -12,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pretend
 import pytest
+from helpers import fake_run
+from helpers.files import modification_times, read_csv
 
 from bestiary.cli.commands.sweep import read
 from bestiary.cli.commands.train import read as read_train
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parent.parent
 def pretending(monkeypatch):
     """Processes that only pretend to train: the rest is real."""
     pytest.importorskip("optuna")
-    monkeypatch.setattr(executor, "command", lambda path: [sys.executable, pretend.__file__, str(path)])
+    monkeypatch.setattr(executor, "command", lambda path: [sys.executable, fake_run.__file__, str(path)])
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():
@@ -53,16 +53,7 @@ def sweep(*args: Any, **options: Any) -> list[Any]:
 
 def worth(experiment: Experiment, lr: float, seed: int) -> float:
     changed = apply(replace(experiment, seed=seed), {"algo.optimizer.lr": lr})
-    return pretend.value(json.loads(changed.to_json()))
-
-
-def rows(path: Path) -> list[dict[str, str]]:
-    with path.open() as file:
-        return list(csv.DictReader(file))
-
-
-def stamps(root: Path) -> dict[Path, int]:
-    return {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.is_file()}
+    return fake_run.value(json.loads(changed.to_json()))
 
 
 # -- spaces -------------------------------------------------------------------------------------------------
@@ -191,15 +182,15 @@ def test_three_trials_then_two_more(pretending, tmp_path, capsys):
     args += ["--run", str(root), "--seed", "6", "--trials"]
     assert main([*args, "3"]) == 0
     assert "trials: 3 finished" in capsys.readouterr().out
-    first = rows(root / "trials.csv")
-    before = stamps(root / "trial0002")
+    first = read_csv(root / "trials.csv")
+    before = modification_times(root / "trial0002")
     assert main([*args, "5"]) == 0
     said = capsys.readouterr().out
     assert "3 of 5 trials are known" in said and "trials: 5 finished" in said
 
-    table = rows(root / "trials.csv")
+    table = read_csv(root / "trials.csv")
     assert [row["trial"] for row in table] == ["0", "1", "2", "3", "4"] and table[:3] == first
-    assert stamps(root / "trial0002") == before
+    assert modification_times(root / "trial0002") == before
     rates = [float(row["algo.optimizer.lr"]) for row in table]
     assert len(set(rates)) == 5 and all(1e-5 <= rate <= 1e-1 for rate in rates)
     experiment = read_train(["catch", "--frames", "400"]).experiment
@@ -219,7 +210,7 @@ def test_the_mean_of_the_last_evaluations_counts(pretending, experiment, tmp_pat
 
 
 def test_a_trial_that_was_broken_off_goes_on_with_its_own_settings(pretending, experiment, tmp_path, monkeypatch):
-    monkeypatch.setenv(pretend.PACE, "0.1")
+    monkeypatch.setenv(fake_run.SECONDS_PER_EVALUATION, "0.1")
     start = time.monotonic()
 
     def stop() -> bool:
@@ -227,7 +218,7 @@ def test_a_trial_that_was_broken_off_goes_on_with_its_own_settings(pretending, e
 
     (broken,) = sweep(experiment, LR, 2, tmp_path, jobs=1, seeds_per_trial=1, stop=stop)
     assert broken.state == "running" and broken.value is None
-    monkeypatch.setenv(pretend.PACE, "0")
+    monkeypatch.setenv(fake_run.SECONDS_PER_EVALUATION, "0")
     told = sweep(experiment, LR, 2, tmp_path, jobs=1, seeds_per_trial=1)
     assert sorted(trial.number for trial in told) == [0, 1]
     again = next(trial for trial in told if trial.number == 0)
@@ -239,7 +230,7 @@ def test_a_hopeless_trial_is_stopped_early(pretending, experiment, tmp_path, mon
 
     monkeypatch.setattr(sweep, "UNJUDGED", 2)
     monkeypatch.setattr(sweep, "JUDGE", 0.02)
-    monkeypatch.setenv(pretend.PACE, "0.12")
+    monkeypatch.setenv(fake_run.SECONDS_PER_EVALUATION, "0.12")
     told = sweep(experiment, LR, 8, tmp_path, jobs=2, seeds_per_trial=1, sampler="random")
     pruned = [trial for trial in told if trial.state == "pruned"]
     whole = [trial.value for trial in told if trial.state == "complete"]
@@ -272,14 +263,14 @@ def test_a_trial_that_cannot_be_is_told_and_the_others_go_on(pretending, experim
     failed = [trial for trial in told if trial.state == "failed"]
     assert failed and all(list(trial.values.values()) == [60, 16] for trial in failed)
     assert "can never be filled" in failed[0].problem
-    assert any("can never be filled" in row["problem"] for row in rows(tmp_path / "trials.csv"))
+    assert any("can never be filled" in row["problem"] for row in read_csv(tmp_path / "trials.csv"))
     assert told[0].state == "complete"
 
 
 def test_a_search_in_which_everything_fails_ends(pretending, experiment, tmp_path):
     with pytest.raises(UserError, match="3 trials failed and none did not, the last: seed 13: ValueError: sensor"):
         sweep(replace(experiment, seed=13), LR, 50, tmp_path, jobs=1, seeds_per_trial=1)
-    assert [row["state"] for row in rows(tmp_path / "trials.csv")] == ["failed"] * 3
+    assert [row["state"] for row in read_csv(tmp_path / "trials.csv")] == ["failed"] * 3
 
 
 def test_a_metric_that_is_not_measured_is_told_at_the_first_trial(pretending, experiment, tmp_path):
@@ -292,14 +283,14 @@ def test_a_metric_that_is_not_measured_is_told_at_the_first_trial(pretending, ex
 
 def test_another_sweep_in_the_same_place_is_refused(pretending, experiment, tmp_path):
     sweep(experiment, LR, 1, tmp_path / "s", seeds_per_trial=1)
-    before = stamps(tmp_path)
+    before = modification_times(tmp_path)
     with pytest.raises(UserError, match=r"holds another sweep .*space.algo.optimizer.lr.high: 0.1 -> 0.01"):
         sweep(experiment, "lr", 2, tmp_path / "s", seeds_per_trial=1)
     with pytest.raises(UserError, match=r"holds another sweep .*seeds_per_trial: 1 -> 2"):
         sweep(experiment, LR, 2, tmp_path / "s")
     with pytest.raises(UserError, match="not empty and not a sweep"):
         sweep(experiment, LR, 2, tmp_path)
-    assert stamps(tmp_path) == before
+    assert modification_times(tmp_path) == before
 
 
 def test_which_settings_matter_is_told_once_there_are_enough_trials():
@@ -328,8 +319,8 @@ def test_a_search_with_real_runs(tmp_path, capsys):
         signal.signal(number, handler)
     said = capsys.readouterr().out
     assert "nothing is stopped early" in said and "trials: 1 finished" in said
-    (row,) = rows(tmp_path / "s" / "trials.csv")
-    (last,) = rows(tmp_path / "s" / "trial0000" / "seed0" / "evaluations.csv")
+    (row,) = read_csv(tmp_path / "s" / "trials.csv")
+    (last,) = read_csv(tmp_path / "s" / "trial0000" / "seed0" / "evaluations.csv")
     assert float(row["score"]) == float(last["score"])
 
 

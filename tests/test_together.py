@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_golden_runs import experiment
+from helpers.golden import experiment
 
 from bestiary import tree
 from bestiary.algos import AlgoConfig

@@ -2,7 +2,6 @@
 
 import copy
 import csv
-import io
 import json
 import math
 from collections.abc import Callable
@@ -13,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_off_policy import CORE, NET, SPEC, _double, after_burn_in, assert_close, gradients, shaken  # noqa: F401
-from test_runtime import interrupted, rows, same, tiny, weights
+from helpers.files import through_a_file
+from helpers.learners import CORE, NET, SPEC, after_burn_in, assert_close, count, gradients, shaken
+from helpers.runs import interrupted, rows, same, tiny, weights
 from torch import Tensor, nn
 
 import bestiary
@@ -44,10 +44,6 @@ PICTURE = Spec("picture", (1, 9, 9), torch.uint8, 4, horizon=20)
 BARE = Net(encoder=Mlp(num_layers=0), prev_action=False, prev_reward=False)
 DELTA = DeltaNet(width=8, heads=2, layers=1, feedforward=8)
 ONE: dict[str, Any] = {"horizon": False, "shift": (0.0,), "scale": (1.0,)}  # commands that say nothing of moves
-
-
-def count(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
 
 
 # -- networks ---------------------------------------------------------------------------------------------------------
@@ -404,13 +400,6 @@ def test_what_an_agent_aims_at_travels_with_its_weights():
     steps, explore = story(), torch.ones(6)
     assert torch.equal(told(agent, steps, explore), told(other, steps, explore))
     assert torch.equal(recorded(agent, steps), recorded(other, steps))
-
-
-def through_a_file(snapshot: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(snapshot, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 # -- the learner ------------------------------------------------------------------------------------------------------

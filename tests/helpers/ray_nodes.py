@@ -1,4 +1,4 @@
-"""Ray nodes as processes of their own, to be joined, killed and stopped; and what runs on them."""
+"""Ray nodes as separate processes that a test can add, kill or stop, and the processes that run on them."""
 
 import os
 import shutil
@@ -22,12 +22,12 @@ def free_port() -> int:
 
 
 class Nodes:
-    """A head and workers, each `ray start --block` in a session of its own: to kill the session is to kill the node."""
+    """A head node and worker nodes, each `ray start --block` in its own session. Killing the session kills the node."""
 
     def __init__(self, home: Path, cpus: int) -> None:
         self.home = home
         self.env = os.environ | {
-            "RAY_AUTH_MODE": "disabled",  # Ray may have been imported before: then it no longer hears of a token
+            "RAY_AUTH_MODE": "disabled",  # Ray reads the token once, when it is imported
             "RAY_health_check_period_ms": "500",
             "RAY_health_check_timeout_ms": "1000",
             "RAY_health_check_failure_threshold": "3",
@@ -35,7 +35,7 @@ class Nodes:
         self.port = free_port()
         self.address = f"127.0.0.1:{self.port}"
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.temporary = tempfile.mkdtemp(prefix="ray")  # names of sockets must be short
+        self.temporary = tempfile.mkdtemp(prefix="ray")  # paths of Unix sockets must be short
         self.add(cpus, "--head", f"--port={self.port}", "--include-dashboard=false", f"--temp-dir={self.temporary}")
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
@@ -57,11 +57,11 @@ class Nodes:
         return self.processes[-1]
 
     def started(self, node: "subprocess.Popen[bytes]") -> bool:
-        """Whether a node has joined the others."""
+        """True when a node has joined the cluster."""
         return "Ray runtime started" in (self.home / f"node{self.processes.index(node)}.txt").read_text()
 
     def named(self, name: str) -> list[int]:
-        """Processes on these nodes that Ray named so, such as ray::Player."""
+        """Process ids on these nodes whose command starts with `name`, such as ray::ActorWorker."""
         sessions = {process.pid for process in self.processes}
         return [one.pid for one in processes() if one.command.startswith(name) and one.session in sessions]
 
@@ -73,7 +73,7 @@ class Nodes:
 
 
 def kill_session(leader: int, number: int = signal.SIGKILL) -> None:
-    """Everything that was started by one process, however far down, and has not left its session."""
+    """Send a signal to every process of the session that `leader` started."""
     for one in processes():
         if one.session == leader:
             with suppress(ProcessLookupError):
@@ -88,7 +88,7 @@ class Process(NamedTuple):
 
 
 def processes() -> list[Process]:
-    """Everything that runs."""
+    """All processes of this machine except zombies."""
     found = []
     for directory in Path("/proc").iterdir():
         if directory.name.isdigit():
@@ -104,7 +104,7 @@ def processes() -> list[Process]:
 
 
 def descendants(pid: int) -> set[int]:
-    """Children, and theirs."""
+    """Ids of all direct and indirect child processes."""
     known = processes()
     found, new = set[int](), {pid}
     while new:

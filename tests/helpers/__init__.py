@@ -1,0 +1,1 @@
+"""Functions and fixtures that several test files share."""

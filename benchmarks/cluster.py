@@ -29,7 +29,7 @@ COMMANDS = {
     "catch": "train catch --algo.batch-size 16 --frames 1G",
     "recall": "train tmaze-r2d2 env:recall --env.delay 6 --algo.warmup 4000 --algo.capacity 100000 --frames 1G",
 }
-PATIENCE = 10  # seconds
+TIMEOUT = 10  # seconds
 
 
 def run(*words: str) -> None:
@@ -104,7 +104,7 @@ class Drill:
             self.nodes[n] = node(n, home / "ray", self.env)
             self.joined(n)
         runtime = f"runtime:ray --runtime.address {NET}.1:{PORT} --runtime.actors 4 --runtime.min-actors 1"
-        runtime += f" --runtime.envs 16 --runtime.patience {PATIENCE} --runtime.shards 2 --checkpoint.frames 20000"
+        runtime += f" --runtime.envs 16 --runtime.timeout {TIMEOUT} --runtime.shards 2 --checkpoint.frames 20000"
         runtime += " --evaluation.every 20000 --evaluation.episodes 50 --log.no-tensorboard --log.every 1000 --plain"
         self.words = [sys.executable, "-m", "bestiary", *words, *runtime.split(), "--run", str(self.run)]
         self.driver = on(0, self.words, home / "output.txt", self.env)
@@ -150,31 +150,31 @@ class Drill:
         print(row, flush=True)
 
     def players(self, count: int = 4) -> Callable[[], object]:
-        return lambda: len(self.named("ray::Player")) - len(self.named("ray::Player.__init__")) >= count
+        return lambda: len(self.named("ray::ActorWorker")) - len(self.named("ray::ActorWorker.__init__")) >= count
 
     def all(self) -> None:
-        lost, full = "another takes its place", self.players()
-        self.strike("an actor is killed", "ray::Player", 1, lost, full)
-        self.strike("half of the actors are killed", "ray::Player", 2, lost, full)
-        self.strike("all actors are killed", "ray::Player", None, lost, full)
-        self.strike(
-            "a replay shard is killed", "ray::Shard", 1, "it fills anew", lambda: len(self.named("ray::Shard")) == 2
-        )
-        until(lambda: self.named("ray::Judge.play"))
-        self.strike("the evaluator is killed", "ray::Judge", 1, "it is played again", lambda: self.named("ray::Judge"))
+        lost, full = "; restarting it", self.players()
+        self.strike("an actor is killed", "ray::ActorWorker", 1, lost, full)
+        self.strike("half of the actors are killed", "ray::ActorWorker", 2, lost, full)
+        self.strike("all actors are killed", "ray::ActorWorker", None, lost, full)
+        shard, evaluator = "ray::ReplayShard", "ray::EvaluatorWorker"
+        replaced = "an empty one replaces it"
+        self.strike("a replay shard is killed", shard, 1, replaced, lambda: len(self.named(shard)) == 2)
+        until(lambda: self.named(f"{evaluator}.evaluate"))
+        self.strike("the evaluator is killed", evaluator, 1, "repeating it", lambda: self.named(evaluator))
         kill_session(self.nodes[2].pid)
         self.watch("a host with two actors is gone", lost, self.players(2))
         self.nodes[2] = node(2, self.home / "ray", self.env)
-        self.watch("it comes back", "is back", full)
+        self.watch("it comes back", "restarted with new episodes", full)
         self.slow()
         kill_session(self.nodes[2].pid, signal.SIGSTOP)
         self.watch("a host with two actors hangs", lost, self.players(2))
         kill_session(self.nodes[2].pid)
         self.nodes[2] = node(2, self.home / "ray", self.env)
         until(full)
-        saved = "it goes on from its last checkpoint"
+        saved = "restarting from the last checkpoint"
         until(lambda: any(self.run.glob("checkpoints/[0-9]*")))
-        self.strike("the learner is killed", "ray::Teacher", None, saved, full)
+        self.strike("the learner is killed", "ray::LearnerWorker", None, saved, full)
         drivers = [one.pid for one in processes() if str(self.run) in one.command]
         parents = {one.pid: one.parent for one in processes()}
         os.kill(next(pid for pid in drivers if parents.get(pid) in drivers), signal.SIGKILL)
@@ -184,7 +184,7 @@ class Drill:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
         self.driver.wait(120)
-        until(lambda: not self.named("ray::Player") and not self.named("ray::Teacher"))
+        until(lambda: not self.named("ray::ActorWorker") and not self.named("ray::LearnerWorker"))
         took = f"{time.monotonic() - began:.1f}"
         self.rows.append(
             {"fault": "SIGTERM", "noticed": "", "replaced": "", "going on": f"saved, all gone after {took}"}

@@ -94,24 +94,24 @@ def test_one_actor_in_lockstep_trains_as_the_local_runtime_does(name, frames, cl
 def test_batches_of_two_players_are_those_of_their_games_side_by_side(cluster, tmp_path):
     """What a shard adds up to is what one replay would hold that was given both players' trajectories at once."""
     from bestiary.replay.fifo import join
-    from bestiary.runtime.ray.wire import Flat, unpack
-    from bestiary.runtime.ray.workers import Order, Player, Shard
+    from bestiary.runtime.ray.wire import WeightsCodec, unpack
+    from bestiary.runtime.ray.workers import ActorWorker, ReplayShard, WorkerSpec
 
     e = tiny("tmaze", 1_000, actors=2)
-    order = Order(e.to_json(), ())
-    players = [Player(order, number, 0, 0, {}) for number in range(2)]
-    spec = players[0].env_batch.spec
-    flat = Flat(players[0].actor.agent.state_dict())
-    weights = flat.pack(players[0].actor.agent.state_dict())
-    shard = Shard(order, spec, 0)
+    worker_spec = WorkerSpec(e.to_json(), ())
+    actors = [ActorWorker(worker_spec, number, 0, 0, {}) for number in range(2)]
+    spec = actors[0].env_batch.spec
+    state = actors[0].actor.agent.state_dict()
+    weights = WeightsCodec(state).encode(state)
+    shard = ReplayShard(worker_spec, spec, 0)
     replay = e.algo.replay_builder(16).build(e.seed, spec, ())
-    for lane in range(2):
-        shard.join(lane)
+    for actor in range(2):
+        shard.join(actor)
     drawn = 0
     for _ in range(60):
-        packed = [player.play(0, weights)[1] for player in players]
-        for lane in (1, 0):  # in any order
-            shard.add(lane, packed[lane])
+        packed = [actor.rollout(0, weights)[1] for actor in actors]
+        for number in (1, 0):  # in any order
+            shard.add(number, packed[number])
         replay.add(join([unpack(t) for t in packed]))
         while (mine := replay.sample()) is not None:
             theirs = shard.sample().batch
@@ -209,9 +209,9 @@ def test_players_a_shard_and_the_evaluator_are_replaced_and_training_goes_on(clu
 
     def players(count: int) -> bool:
         """Kill so many, once all are there."""
-        if len(cluster.named("ray::Player.")) < 4 or len(cluster.named("ray::Player.__init__")) > 0:
+        if len(cluster.named("ray::ActorWorker.")) < 4 or len(cluster.named("ray::ActorWorker.__init__")) > 0:
             return False
-        return kill(cluster, "ray::Player", count) == count
+        return kill(cluster, "ray::ActorWorker", count) == count
 
     def others(name: str) -> bool:
         return bool(cluster.named(name)) and kill(cluster, name, 1) == 1
@@ -224,17 +224,17 @@ def test_players_a_shard_and_the_evaluator_are_replaced_and_training_goes_on(clu
             lambda: players(1),
             lambda: players(2),
             lambda: players(4),
-            lambda: others("ray::Shard"),
-            lambda: others("ray::Judge"),
-            lambda: "is played again" in (tmp_path / "run" / "events.txt").read_text(),
+            lambda: others("ray::ReplayShard"),
+            lambda: others("ray::EvaluatorWorker"),
+            lambda: "repeating it" in (tmp_path / "run" / "events.txt").read_text(),
             lambda: len(evaluated.read_text().splitlines()) > 1,
-            lambda: (tmp_path / "run" / "events.txt").read_text().count("is back, with new episodes") == 7,
+            lambda: (tmp_path / "run" / "events.txt").read_text().count("restarted with new episodes") == 7,
         ],
     )
-    lost = [note for note in told if "was lost (its process or node is gone); another takes its place" in note]
-    back = [note for note in told if "is back, with new episodes" in note]
+    lost = [note for note in told if "was lost (its process or node died); restarting it" in note]
+    back = [note for note in told if "restarted with new episodes" in note]
     assert len(lost) == len(back) == 1 + 2 + 4
-    assert sum("was lost with what was played into it; it fills anew" in note for note in told) == 1
+    assert sum("was lost with its contents; an empty one replaces it" in note for note in told) == 1
     events = (tmp_path / "run" / "events.txt").read_text()
     assert all(note in events for note in told)
     rows = table(tmp_path / "run", "metrics.csv")
@@ -249,18 +249,18 @@ def test_whoever_chooses_for_all_and_a_shard_that_hangs_are_replaced(cluster, tm
         return events.exists() and sentence in events.read_text()
 
     def stop_the_shard() -> bool:
-        os.kill(cluster.named("ray::Shard")[0], signal.SIGSTOP)
+        os.kill(cluster.named("ray::ReplayShard")[0], signal.SIGSTOP)
         return True
 
     watch(
         e,
         tmp_path / "run",
         [
-            lambda: bool(cluster.named("ray::Chooser")) and kill(cluster, "ray::Chooser") == 1,
-            lambda: said("the process that chooses actions was lost with all memory; another takes its place"),
-            lambda: said("is back, with new episodes"),
+            lambda: bool(cluster.named("ray::InferenceServer")) and kill(cluster, "ray::InferenceServer") == 1,
+            lambda: said("the inference server was lost with the recurrent state of all actors; restarting it"),
+            lambda: said("restarted with new episodes"),
             stop_the_shard,
-            lambda: said("replay shard 0 was lost with what was played into it; it fills anew"),
+            lambda: said("replay shard 0 was lost with its contents; an empty one replaces it"),
         ],
     )
 
@@ -270,7 +270,7 @@ def test_a_player_that_hangs_is_given_up_after_a_while(cluster, tmp_path):
     stopped: list[int] = []
 
     def stop() -> None:
-        stopped.append(cluster.named("ray::Player")[0])
+        stopped.append(cluster.named("ray::ActorWorker")[0])
         os.kill(stopped[0], signal.SIGSTOP)
 
     began = 0.0
@@ -278,7 +278,7 @@ def test_a_player_that_hangs_is_given_up_after_a_while(cluster, tmp_path):
         if not stopped and progress.frames > 2_000:
             stop()
             began = time.monotonic()
-        if any("did not answer within 3 seconds; another takes its place" in note for note in progress.notes):
+        if any("did not answer within 3 seconds; restarting it" in note for note in progress.notes):
             break
         assert not stopped or time.monotonic() - began < 60
     else:
@@ -296,7 +296,7 @@ def test_a_node_that_joins_brings_players_and_one_that_dies_or_hangs_costs_its_o
         for progress in bestiary.iterate(e, tmp_path / "run"):
             told += progress.notes
             # the second node is there and has taken what did not fit on the first
-            if not struck and len(cluster.named("ray::Player")) == 6:
+            if not struck and len(cluster.named("ray::ActorWorker")) == 6:
                 for _ in range(3):  # slow: it stands still most of the time
                     kill_session(second.pid, signal.SIGSTOP)
                     time.sleep(0.5)
@@ -304,7 +304,7 @@ def test_a_node_that_joins_brings_players_and_one_that_dies_or_hangs_costs_its_o
                     time.sleep(0.1)
                 kill_session(second.pid, fault)
                 struck = time.monotonic()
-            elif struck and sum("another takes its place" in note for note in told) >= 3:
+            elif struck and sum("restarting it" in note for note in told) >= 3:
                 frames = frames or progress.frames
                 if progress.frames > frames + 20_000:
                     break  # training goes on without it
@@ -323,7 +323,7 @@ def test_an_evaluation_that_stands_still_is_played_again_and_then_left_out(clust
 
     def stop() -> bool:
         """Once it has played for a while: before that it may take its time."""
-        for pid in cluster.named("ray::Judge"):
+        for pid in cluster.named("ray::EvaluatorWorker"):
             if pid not in stopped and time.monotonic() - seen.setdefault(pid, time.monotonic()) > 4:
                 os.kill(pid, signal.SIGSTOP)
                 stopped.add(pid)
@@ -334,9 +334,9 @@ def test_an_evaluation_that_stands_still_is_played_again_and_then_left_out(clust
     watch(
         e,
         tmp_path / "run",
-        [stop, stop, lambda: "it stood still for 3 seconds); it is left out" in events.read_text()],
+        [stop, stop, lambda: "it made no progress for 3 seconds); skipping it" in events.read_text()],
     )
-    assert "it stood still for 3 seconds); it is played again" in events.read_text()
+    assert "it made no progress for 3 seconds); repeating it" in events.read_text()
 
 
 def test_a_node_that_dies_with_one_of_two_learners_costs_no_more_than_the_last_checkpoint(cluster, tmp_path):
@@ -362,7 +362,7 @@ def test_a_node_with_other_versions_that_joins_later_is_not_played_on(cluster, t
     for progress in bestiary.iterate(e, tmp_path / "run"):
         if progress.notes:
             break
-    assert "found itself on a node with python" in progress.notes[0]
+    assert "was placed on a node with python" in progress.notes[0]
     assert progress.frames == 0
 
 
@@ -397,16 +397,16 @@ def test_a_lost_learner_a_killed_driver_and_sigterm(cluster, tmp_path):
         process = subprocess.Popen(command(run, cluster), stdout=file, stderr=subprocess.STDOUT)
     try:
         until(lambda: saved(run))
-        kill(cluster, "ray::Teacher")
+        kill(cluster, "ray::LearnerWorker")
         until(lambda: "continues at" in output.read_text())
-        assert "lost the learner; it goes on from its last checkpoint (2 more restarts)" in output.read_text()
+        assert "lost the learner; restarting from the last checkpoint (2 more restarts)" in output.read_text()
         first = saved(run)[-1]
         until(lambda: saved(run)[-1] > first)
         drivers = [one.pid for one in processes() if str(run) in one.command and one.pid != process.pid]
         assert len(drivers) == 1
         os.kill(drivers[0], signal.SIGKILL)
         until(lambda: output.read_text().count("continues at") == 2)
-        assert "was ended by SIGKILL; it goes on from its last checkpoint (1 more restart)" in output.read_text()
+        assert "was ended by SIGKILL; restarting from the last checkpoint (1 more restart)" in output.read_text()
         second = saved(run)[-1]
         until(lambda: saved(run)[-1] > second)
         process.send_signal(signal.SIGTERM)
@@ -414,7 +414,15 @@ def test_a_lost_learner_a_killed_driver_and_sigterm(cluster, tmp_path):
     finally:
         process.kill()
     assert f"continue with: bestiary resume {run}" in output.read_text()
-    until(lambda: not any(cluster.named(f"ray::{kind}") for kind in ("Player", "Teacher", "Shard", "Judge")), 30)
+    until(
+        lambda: (
+            not any(
+                cluster.named(f"ray::{kind}")
+                for kind in ("ActorWorker", "LearnerWorker", "ReplayShard", "EvaluatorWorker")
+            )
+        ),
+        30,
+    )
     assert not [one for one in processes() if str(run) in one.command]
     rows = [int(row["frames"]) for row in table(run, "metrics.csv")]
     assert rows == sorted(set(rows))
@@ -457,7 +465,10 @@ def test_a_fault_of_the_environment_on_every_actor_ends_the_run_with_its_traceba
         ({"shards": 2}, r"runtime\.shards=2 must be at most runtime\.actors=1"),
         ({"actors": 2, "min_actors": 3}, r"runtime\.min-actors=3 must lie between 1 and runtime\.actors=2"),
         ({"min_batch": 9, "max_batch": 8}, r"runtime\.max-batch=8 must be at least runtime\.min-batch=9"),
-        ({"lockstep": True, "inference": "shared"}, r"runtime\.lockstep is for one learner and actors that choose"),
+        (
+            {"lockstep": True, "inference": "shared"},
+            r"runtime\.lockstep needs runtime\.inference=actor",
+        ),
         ({"timeout": 0}, r"runtime\.timeout must be positive"),
     ],
 )
@@ -484,7 +495,7 @@ def test_an_address_must_be_one(tmp_path):
     "settings, sentence",
     [
         ({"actors": 64}, r"64 actors with 1 cores each, .* do not fit on 4 cores .*lower --runtime\.actors to 3"),
-        ({"gpus": 2.0}, r"the learner needs 1 cores, 2 GPUs and 0\.0 GiB on one node; what there is: "),
+        ({"gpus": 2.0}, r"the learner needs 1 cores, 2 GPUs and 0\.0 GiB on one node; available: "),
     ],
 )
 def test_more_than_the_cluster_has_is_refused_with_what_would_fit(settings, sentence, cluster, tmp_path):
@@ -502,10 +513,10 @@ def test_what_is_wrong_with_a_part_is_told_as_it_is_told_without_a_cluster(clust
 
 
 def test_other_versions_on_a_node_are_refused(cluster, monkeypatch, tmp_path):
-    import bestiary.config.machine
+    from bestiary.runtime.ray import cluster as ray_cluster
 
-    mine = bestiary.config.machine.versions()
-    monkeypatch.setattr(bestiary.config.machine, "versions", lambda: mine | {"torch": "1.0"})
+    mine = ray_cluster.versions()
+    monkeypatch.setattr(ray_cluster, "versions", lambda: mine | {"torch": "1.0"})
     with pytest.raises(UserError, match=r"has torch \S+, this machine 1\.0: install the same version everywhere"):
         bestiary.train(tiny("recall", 1_000, address=cluster.address), tmp_path / "run")
 

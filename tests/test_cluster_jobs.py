@@ -20,7 +20,7 @@ from bestiary.config.experiment import Evaluation, Experiment
 from bestiary.errors import UserError
 from bestiary.launch import executor, seeds
 from bestiary.launch import ray_executor as cluster_jobs
-from bestiary.launch.job_supervisor import Keeper
+from bestiary.launch.job_supervisor import JobSupervisor
 from bestiary.launch.ray_executor import GONE, Cluster
 from bestiary.presets import preset
 from bestiary.reward_hacking import study
@@ -51,7 +51,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture
 def joined(cluster, monkeypatch):
     """Commands find the cluster of these tests instead of starting their own."""
-    monkeypatch.setattr(cluster_jobs, "connect", lambda address: ray_cluster.nodes())
+    monkeypatch.setattr(cluster_jobs, "connect", lambda address: ray_cluster.alive_nodes())
     monkeypatch.setattr(cluster_jobs, "disconnect", lambda: None)
 
 
@@ -167,7 +167,7 @@ def test_a_run_that_fails_by_itself_has_a_second_chance_and_the_others_go_on(clu
 
 def test_asked_to_stop_runs_save_and_those_that_wait_for_a_core_do_not_begin(cluster, pretending, experiment, tmp_path):
     pretending(SLOW)
-    all_cores = max(int(node.cpus) for node in ray_cluster.nodes())
+    all_cores = max(int(node.cpus) for node in ray_cluster.alive_nodes())
     long = replace(experiment, frames=LONG, runtime=replace(experiment.runtime, threads=all_cores))
     asked = threading.Event()
     paths = [tmp_path / "seed3", tmp_path / "seed4"]
@@ -191,7 +191,7 @@ def test_a_run_begins_only_when_its_last_process_has_left(pretending, experiment
     words = [fake_run.__file__, str(run)]
     with ThreadPoolExecutor() as pool:
         with executor.hold(run):
-            code = pool.submit(Keeper().run, words, str(run), str(tmp_path), executor.OUTPUT, {}, str(tmp_path))
+            code = pool.submit(JobSupervisor().run, words, str(run), str(tmp_path), executor.OUTPUT, {}, str(tmp_path))
             time.sleep(1)
             assert not (run / executor.OUTPUT).exists() and not code.done()
         assert code.result(timeout=30) == 0 and saved(run) == [400]
@@ -265,7 +265,7 @@ def test_a_directory_that_a_node_cannot_see_is_refused(cluster, pretending, expe
 
         return versions(), False
 
-    monkeypatch.setattr(ray_cluster, "_look", blind)
+    monkeypatch.setattr(ray_cluster, "_probe", blind)
     with pytest.raises(UserError, match=r"cannot write to .*: choose a directory that all nodes share"):
         seeds.train_seeds(experiment, [0], tmp_path, place=cluster)
     executor.hold(tmp_path).close()

@@ -1,4 +1,4 @@
-"""What a cluster is made of, without one: lanes, plans, and what travels."""
+"""The parts of the Ray runtime without a cluster: alignment, placement, messages, inference, learner and driver."""
 
 import asyncio
 import itertools
@@ -23,10 +23,10 @@ pytestmark = pytest.mark.skipif(not available("ray"), reason="needs the extra ra
 GIB = 2**30
 
 
-def trajectory(value: int, first: bool = False, rows: int = 4, streams: int = 2) -> Trajectory:
-    """Rows that can be told apart by their value."""
-    full = torch.full((rows, streams), float(value))
-    no = torch.zeros(rows, streams, dtype=torch.bool)
+def trajectory(value: int, first: bool = False, length: int = 4, streams: int = 2) -> Trajectory:
+    """A trajectory whose time steps carry a recognisable value."""
+    full = torch.full((length, streams), float(value))
+    no = torch.zeros(length, streams, dtype=torch.bool)
     begins = no.clone()
     begins[0] = first
     step = TimeStep(full, full.long(), full.clone(), begins, no)
@@ -39,43 +39,43 @@ def test_without_ray_the_extra_is_named(monkeypatch):
         start(replace(bestiary.preset("recall"), runtime=Ray()))
 
 
-# -- lanes ---------------------------------------------------------------------------------------------------
+# -- alignment of streams ------------------------------------------------------------------------------------
 
 
-def lanes(count: int) -> Any:
-    from bestiary.runtime.ray.aligner import Lanes
+def new_aligner(actors: int) -> Any:
+    from bestiary.runtime.ray.aligner import StreamAligner
 
-    made = Lanes(count)
-    for lane in range(count):
-        made.join(lane)
-    return made
+    aligner = StreamAligner(actors)
+    for actor in range(actors):
+        aligner.join(actor)
+    return aligner
 
 
-def test_a_trajectory_of_all_is_there_when_everybody_has_played():
-    made = lanes(2)
-    made.add(1, trajectory(1))
-    assert made.take() is None
-    made.add(0, trajectory(0))
-    whole = made.take()
+def test_streams_are_complete_when_every_actor_has_delivered():
+    aligner = new_aligner(2)
+    aligner.add(1, trajectory(1))
+    assert aligner.take() is None
+    aligner.add(0, trajectory(0))
+    whole = aligner.take()
     assert whole.action[0].tolist() == [0, 0, 1, 1]
     assert whole.state[0][:, 0].tolist() == [0, 0, 1, 1]
-    assert made.take() is None
+    assert aligner.take() is None
 
 
-def test_order_within_a_lane_is_kept():
-    made = lanes(2)
+def test_the_order_of_an_actors_trajectories_is_kept():
+    aligner = new_aligner(2)
     for value in (10, 11):
-        made.add(0, trajectory(value))
+        aligner.add(0, trajectory(value))
     for value in (20, 21):
-        made.add(1, trajectory(value))
-    assert [made.take().action[0].tolist() for _ in range(2)] == [[10, 10, 20, 20], [11, 11, 21, 21]]
+        aligner.add(1, trajectory(value))
+    assert [aligner.take().action[0].tolist() for _ in range(2)] == [[10, 10, 20, 20], [11, 11, 21, 21]]
 
 
-def test_nobody_waits_for_who_is_gone_and_nothing_is_learnt_in_their_place():
-    made = lanes(2)
-    made.add(0, trajectory(5))
-    made.leave(1)
-    whole = made.take()
+def test_a_missing_actor_is_padded_with_invalid_transitions():
+    aligner = new_aligner(2)
+    aligner.add(0, trajectory(5))
+    aligner.leave(1)
+    whole = aligner.take()
     valid = transitions(whole.step, 0.9).valid
     assert valid[:, :2].all()
     assert not valid[:, 2:].any()
@@ -83,30 +83,30 @@ def test_nobody_waits_for_who_is_gone_and_nothing_is_learnt_in_their_place():
     assert whole.step.reward[:, 2:].eq(0).all()
 
 
-def test_who_takes_a_lane_over_does_not_continue_what_was_left_there():
-    made = lanes(2)
-    made.add(1, trajectory(7))
-    made.leave(1)
-    made.join(1)
-    made.add(0, trajectory(1))
-    assert made.take() is None
-    made.add(1, trajectory(8, first=True))
-    assert made.take().action[0].tolist() == [1, 1, 8, 8]
+def test_a_replacement_does_not_continue_its_predecessors_episodes():
+    aligner = new_aligner(2)
+    aligner.add(1, trajectory(7))
+    aligner.leave(1)
+    aligner.join(1)
+    aligner.add(0, trajectory(1))
+    assert aligner.take() is None
+    aligner.add(1, trajectory(8, first=True))
+    assert aligner.take().action[0].tolist() == [1, 1, 8, 8]
 
 
-def test_who_is_ahead_is_told_to_wait():
-    made = lanes(3)
-    made.add(2, trajectory(1))
-    assert made.ahead() == []
-    made.add(2, trajectory(2))
-    assert made.ahead() == [2]
+def test_an_actor_that_is_ahead_must_pause():
+    aligner = new_aligner(3)
+    aligner.add(2, trajectory(1))
+    assert aligner.ahead() == []
+    aligner.add(2, trajectory(2))
+    assert aligner.ahead() == [2]
 
 
-# -- what travels --------------------------------------------------------------------------------------------
+# -- messages ------------------------------------------------------------------------------------------------
 
 
-def test_weights_travel_as_bytes_and_come_back_as_they_were():
-    from bestiary.runtime.ray.wire import Flat
+def test_weights_are_equal_after_encoding_and_decoding():
+    from bestiary.runtime.ray.wire import WeightsCodec
 
     weights = {
         "a": torch.randn(3, 5),
@@ -115,92 +115,92 @@ def test_weights_travel_as_bytes_and_come_back_as_they_were():
         "wide": torch.randn(2, dtype=torch.float64),
         "none": torch.empty(0, 4),
     }
-    flat = Flat(weights)
-    back = flat.unpack(flat.pack(weights))
-    assert back.keys() == weights.keys()
+    codec = WeightsCodec(weights)
+    decoded = codec.decode(codec.encode(weights))
+    assert decoded.keys() == weights.keys()
     for name, value in weights.items():
-        assert back[name].dtype == value.dtype
-        assert torch.equal(back[name], value)
+        assert decoded[name].dtype == value.dtype
+        assert torch.equal(decoded[name], value)
 
 
-def test_what_was_read_from_shared_memory_can_be_written_to():
+def test_unpacked_tensors_can_be_written_to():
     from bestiary.runtime.ray.wire import pack, unpack
 
     packed = pack(trajectory(3))
     packed.action.setflags(write=False)
-    mine = unpack(packed)
-    mine.action[0] = 9
+    own = unpack(packed)
+    own.action[0] = 9
     assert packed.action[0, 0] == 3
 
 
-# -- plans ---------------------------------------------------------------------------------------------------
+# -- placement -----------------------------------------------------------------------------------------------
 
 
 def node(name: str, cpus: float, gpus: float = 0.0, memory: int = 8 * GIB, store: int = GIB) -> Any:
-    from bestiary.runtime.ray.cluster import Node
+    from bestiary.runtime.ray.cluster import RayNode
 
-    return Node(name, name, cpus, gpus, memory, store)
+    return RayNode(name, name, cpus, gpus, memory, store)
 
 
-def planned(nodes: list[Any], needs: tuple[int, int, int] = (10**6, 10**6, 10**6), **runtime: Any) -> Any:
-    from bestiary.runtime.ray.placement import Needs, plan
+def placement(nodes: list[Any], needs: tuple[int, int, int] = (10**6, 10**6, 10**6), **runtime: Any) -> Any:
+    from bestiary.runtime.ray.placement import MemoryNeeds, plan
 
-    return plan(nodes, Ray(**runtime), Needs(*needs))
+    return plan(nodes, Ray(**runtime), MemoryNeeds(*needs))
 
 
 def test_the_learner_goes_where_the_gpu_is_and_actors_where_cores_are():
-    found = planned([node("cpu", 16), node("gpu", 4, gpus=1)], actors=10)
+    found = placement([node("cpu", 16), node("gpu", 4, gpus=1)], actors=10)
     assert [n.name for n in found.learners] == ["gpu"]
-    assert found.gpus == 1
+    assert found.learner_gpus == 1
     assert [n.name for n in found.shards] == ["gpu"]
     assert sum(n.name == "cpu" for n in found.actors) >= 8
 
 
-def test_no_gpu_is_asked_for_where_none_is_wanted():
-    assert planned([node("gpu", 4, gpus=1)], device="cpu").gpus == 0
+def test_no_gpu_is_reserved_for_device_cpu():
+    assert placement([node("gpu", 4, gpus=1)], device="cpu").learner_gpus == 0
 
 
-def test_shared_inference_has_a_gpu_of_its_own_or_a_part_of_the_learners():
-    one = planned([node("gpu", 8, gpus=1)], inference="shared")
-    assert (one.gpus, one.chooser_gpus) == (0.5, 0.5)
-    two = planned([node("gpu", 8, gpus=2)], inference="shared")
-    assert (two.gpus, two.chooser_gpus) == (1, 1)
-    none = planned([node("gpu", 8, gpus=2)], inference="shared", device="cpu")
-    assert (none.gpus, none.chooser_gpus) == (0, 0)
+def test_the_inference_server_has_its_own_gpu_or_shares_the_learners():
+    one = placement([node("gpu", 8, gpus=1)], inference="shared")
+    assert (one.learner_gpus, one.inference_gpus) == (0.5, 0.5)
+    two = placement([node("gpu", 8, gpus=2)], inference="shared")
+    assert (two.learner_gpus, two.inference_gpus) == (1, 1)
+    none = placement([node("gpu", 8, gpus=2)], inference="shared", device="cpu")
+    assert (none.learner_gpus, none.inference_gpus) == (0, 0)
 
 
-def test_shards_go_where_memory_is_if_told_so():
+def test_shards_placed_anywhere_go_where_memory_is():
     nodes = [node("learner", 8, memory=GIB), node("large", 4, memory=64 * GIB)]
-    assert [n.name for n in planned(nodes, (1, 1, 2 * GIB), replay_at="anywhere").shards] == ["large"]
+    assert [n.name for n in placement(nodes, (1, 1, 2 * GIB), replay_placement="anywhere").shards] == ["large"]
     with pytest.raises(UserError, match=r"the replay shard needs 0 cores, 0 GPUs and 2\.0 GiB on one node"):
-        planned(nodes, (1, 1, 2 * GIB))
+        placement(nodes, (1, 1, 2 * GIB))
 
 
-def test_what_does_not_fit_is_refused_with_what_would():
-    with pytest.raises(UserError, match=r"lower --runtime\.actors to 3, --runtime\.actor-cpus to 0\.375, or let them"):
-        planned([node("one", 4)], actors=8)
-    found = planned([node("one", 4)], actors=8, min_actors=2)
+def test_too_many_actors_are_refused_with_what_would_fit():
+    with pytest.raises(UserError, match=r"lower --runtime\.actors to 3, --runtime\.actor-cpus to 0\.375, or let"):
+        placement([node("one", 4)], actors=8)
+    found = placement([node("one", 4)], actors=8, min_actors=2)
     assert found.actors.count(None) == 5
     assert any("5 actors will join when there is room" in line for line in found.lines)
 
 
-def test_more_than_shared_memory_holds_is_refused():
-    with pytest.raises(UserError, match=r"GiB of trajectories and weights may be under way, but the cluster has 1\.0"):
-        planned([node("one", 64)], (GIB, 1, 1), actors=8)
+def test_too_little_shared_memory_is_refused():
+    with pytest.raises(UserError, match=r"GiB of trajectories and weights .* but the cluster has 1\.0"):
+        placement([node("one", 64)], (GIB, 1, 1), actors=8)
 
 
-def test_the_plan_says_who_runs_where():
-    lines = planned([node("one", 4), node("two", 2)], actors=4, envs=16).lines
+def test_the_placement_lists_the_processes_of_every_node():
+    lines = placement([node("one", 4), node("two", 2)], actors=4, envs=16).lines
     assert lines[0].startswith("one: 1 learner (1 cores, 0 GPUs each), 1 replay shard")
     assert "actors (1 cores, 16 environments each)" in " ".join(lines)
     assert lines[-1].startswith("shared memory: up to ")
 
 
-# -- replays, shared out -----------------------------------------------------------------------------------
+# -- replays of a shard --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["tmaze", "tmaze-r2d2", "rcp-a", "recall"])
-def test_replays_share_what_is_kept_and_every_learner_has_its_batch(name):
+def test_shards_divide_the_capacity_and_serve_every_learner(name):
     whole = bestiary.preset(name).algo.replay_builder(32)
     part = whole.share(2, learners=3)
     if name == "recall":
@@ -210,7 +210,7 @@ def test_replays_share_what_is_kept_and_every_learner_has_its_batch(name):
         assert part.ratio == 3 * whole.ratio
 
 
-def test_a_replay_of_episodes_takes_some_streams_at_a_time():
+def test_an_episode_replay_accepts_some_streams_at_a_time():
     e = bestiary.preset("rcp-a")
     e = replace(e, env=bestiary.preset("cartpole").env)
     spec = e.env.make(1, 0, 0, 1).spec
@@ -233,214 +233,227 @@ def test_a_replay_of_episodes_takes_some_streams_at_a_time():
 # -- shared inference ----------------------------------------------------------------------------------------
 
 
-def chooser(**runtime: Any) -> tuple[Any, Any]:
-    from bestiary.runtime.ray.inference import Chooser
-    from bestiary.runtime.ray.workers import Order
+def inference_server(**runtime: Any) -> tuple[Any, Any]:
+    from bestiary.runtime.ray.inference import InferenceServer
+    from bestiary.runtime.ray.workers import WorkerSpec
 
     e = bestiary.preset("recall")
     shared = Ray(envs=3, actors=2, inference="shared", **runtime)
     e = replace(e, algo=replace(e.algo, batch_size=4), runtime=shared)
     env_batch = e.env.make(3, 0, 0, 1)
-    made = Chooser(Order(e.to_json(), ()), env_batch.spec)
-    return made, env_batch
+    return InferenceServer(WorkerSpec(e.to_json(), ()), env_batch.spec), env_batch
 
 
-def test_memory_is_kept_per_player_and_given_out_where_a_trajectory_begins():
+def test_the_server_keeps_state_per_actor_and_returns_it_at_trajectory_starts():
     from bestiary.runtime.ray.wire import pack
 
-    made, env_batch = chooser()
-    row = pack(env_batch.reset())
-    later = row._replace(is_first=row.is_first & False)
+    server, env_batch = inference_server()
+    first = pack(env_batch.reset())
+    later = first._replace(is_first=first.is_first & False)
 
     async def play() -> tuple[Any, Any, Any]:
         zeros = pack(torch.zeros(3))
-        await made.act((0, 0), row, zeros, True)
-        _, _, opening, _ = await made.act((0, 0), later, zeros, True)
-        _, _, fresh, _ = await made.act((1, 0), later, zeros, True)
-        _, _, nothing, _ = await made.act((0, 0), later, zeros, False)
-        return opening, fresh, nothing
+        await server.act((0, 0), first, zeros, True)
+        _, _, state, _ = await server.act((0, 0), later, zeros, True)
+        _, _, initial, _ = await server.act((1, 0), later, zeros, True)
+        _, _, absent, _ = await server.act((0, 0), later, zeros, False)
+        return state, initial, absent
 
-    opening, fresh, nothing = asyncio.run(play())
-    assert any(leaf.any() for leaf in opening)  # what the first row left
-    assert not any(leaf.any() for leaf in fresh)
-    assert nothing is None
+    state, initial, absent = asyncio.run(play())
+    assert any(leaf.any() for leaf in state)  # the state after the first step
+    assert not any(leaf.any() for leaf in initial)
+    assert absent is None
 
 
 @pytest.mark.parametrize("settings, sizes", [({"min_batch": 6}, [6]), ({"max_batch": 3}, [3, 3])])
-def test_batches_wait_for_enough_and_are_never_too_large(settings, sizes, monkeypatch):
+def test_batch_sizes_lie_between_minimum_and_maximum(settings, sizes, monkeypatch):
     from bestiary.runtime.ray.wire import pack
 
-    made, env_batch = chooser(batch_timeout=5.0, **settings)
-    row, zeros = pack(env_batch.reset()), pack(torch.zeros(3))
-    seen: list[int] = []
-    choose = made._choose
-    monkeypatch.setattr(made, "_choose", lambda batch: (seen.append(sum(len(r.explore) for r in batch)), choose(batch)))
+    server, env_batch = inference_server(batch_timeout=5.0, **settings)
+    step, zeros = pack(env_batch.reset()), pack(torch.zeros(3))
+    sizes_seen: list[int] = []
+    compute = server._compute
+    monkeypatch.setattr(
+        server, "_compute", lambda batch: (sizes_seen.append(sum(len(r.explore) for r in batch)), compute(batch))
+    )
 
     async def play() -> None:
-        await asyncio.gather(made.act((0, 0), row, zeros, True), made.act((1, 0), row, zeros, True))
+        await asyncio.gather(server.act((0, 0), step, zeros, True), server.act((1, 0), step, zeros, True))
 
     asyncio.run(play())
-    assert seen == sizes
+    assert sizes_seen == sizes
 
 
-def test_a_batch_waits_no_longer_than_it_may():
+def test_a_batch_waits_no_longer_than_its_timeout():
     from bestiary.runtime.ray.wire import pack
 
-    made, env_batch = chooser(min_batch=100, batch_timeout=0.05)
-    row = pack(env_batch.reset())
-    answer = asyncio.run(asyncio.wait_for(made.act((0, 0), row, pack(torch.zeros(3)), True), 5))
+    server, env_batch = inference_server(min_batch=100, batch_timeout=0.05)
+    step = pack(env_batch.reset())
+    answer = asyncio.run(asyncio.wait_for(server.act((0, 0), step, pack(torch.zeros(3)), True), 5))
     assert len(answer[0]) == 3
 
 
-def test_a_shared_choice_is_that_of_each_player_alone():
-    """Values of a network do not depend on who else is in the batch."""
+def test_a_batched_policy_output_equals_that_of_a_single_actor():
+    """The output for one actor does not depend on the other actors of its batch."""
     from bestiary.runtime.ray.wire import pack
 
-    made, env_batch = chooser(min_batch=6, batch_timeout=5.0)
-    row, zeros = pack(env_batch.reset()), pack(torch.zeros(3))
+    server, env_batch = inference_server(min_batch=6, batch_timeout=5.0)
+    step, zeros = pack(env_batch.reset()), pack(torch.zeros(3))
 
-    async def collective() -> Any:
-        return await asyncio.gather(made.act((0, 0), row, zeros, True), made.act((1, 0), row, zeros, True))
+    async def both_actors() -> Any:
+        return await asyncio.gather(server.act((0, 0), step, zeros, True), server.act((1, 0), step, zeros, True))
 
-    both = asyncio.run(collective())
-    step = tree.map(torch.from_numpy, row)
+    both = asyncio.run(both_actors())
+    tensors = tree.map(torch.from_numpy, step)
     with torch.no_grad():
-        _, aux, _ = made.agent.act(step, made.agent.initial_state(3), torch.zeros(3), torch.Generator())
+        _, aux, _ = server.agent.act(tensors, server.agent.initial_state(3), torch.zeros(3), torch.Generator())
     for answer in both:
         torch.testing.assert_close(torch.from_numpy(answer[1]["logits"]), aux["logits"])
 
 
-def test_trajectories_begin_with_the_memory_that_the_rows_before_have_left(monkeypatch):
+def test_trajectories_start_with_the_state_that_earlier_steps_left(monkeypatch):
     from bestiary.algos.exploration import Fixed
     from bestiary.runtime.ray import inference
 
-    made, env_batch = chooser()
+    server, env_batch = inference_server()
     loop = asyncio.new_event_loop()
 
     class Handle:
         class act:
-            remote = staticmethod(lambda *words: loop.run_until_complete(made.act(*words)))
+            remote = staticmethod(lambda *args: loop.run_until_complete(server.act(*args)))
 
     monkeypatch.setattr(inference.ray, "get", lambda answer: answer)
-    agent = made.agent
-    asking = inference.Asking(env_batch, agent, Fixed(torch.zeros(3)), 5, 0, torch.device("cpu")).ask(Handle, (0, 0))
-    played = [asking.unroll()[0] for _ in range(4)]
-    for before, after in itertools.pairwise(played):
+    agent = server.agent
+    actor = inference.RemotePolicyActor(env_batch, agent, Fixed(torch.zeros(3)), 5, 0, torch.device("cpu"))
+    actor.use_server(Handle, (0, 0))
+    trajectories = [actor.unroll()[0] for _ in range(4)]
+    for before, after in itertools.pairwise(trajectories):
         state = before.state
         with torch.no_grad():
-            for row in range(5):
-                step = TimeStep(*(x[row] for x in before.step))
+            for t in range(5):
+                step = TimeStep(*(x[t] for x in before.step))
                 _, aux, state = agent.act(step, state, torch.zeros(3), torch.Generator())
-                torch.testing.assert_close(aux["logits"], before.aux["logits"][row])
-        for mine, theirs in zip(state, after.state, strict=True):
-            torch.testing.assert_close(mine, theirs)
+                torch.testing.assert_close(aux["logits"], before.aux["logits"][t])
+        for expected, found in zip(state, after.state, strict=True):
+            torch.testing.assert_close(expected, found)
     loop.close()
 
 
-# -- lessons -------------------------------------------------------------------------------------------------
+# -- learner -------------------------------------------------------------------------------------------------
 
 
-class Here:
-    """What Ray would make of an object in another process, in this one: methods answer when they are asked."""
+class LocalHandle:
+    """Stands in for a Ray handle: the object is in this process and methods return their results."""
 
-    def __init__(self, thing: Any) -> None:
-        self.thing = thing
+    def __init__(self, target: Any) -> None:
+        self.target = target
 
     def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(remote=getattr(self.thing, name))
+        return SimpleNamespace(remote=getattr(self.target, name))
 
 
-def school(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, Callable[[], None]]:
-    """A learner, the shard it draws from, and something that plays into that."""
+def learner_and_shard(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, Callable[[], None]]:
+    """A learner, the shard it samples from, and a function that adds a trajectory to the shard."""
     from bestiary.runtime.ray import workers
-    from bestiary.runtime.ray.wire import Flat
+    from bestiary.runtime.ray.wire import WeightsCodec
 
     monkeypatch.setattr(workers, "ray", SimpleNamespace(get=lambda answer, timeout=None: answer))
     e = bestiary.preset("recall")
     e = replace(e, algo=replace(e.algo, batch_size=8), runtime=Ray(envs=8, threads=1))
-    order = workers.Order(e.to_json(), ())
-    player = workers.Player(order, 0, 0, 0, {})
-    weights = Flat(player.actor.agent.state_dict()).pack(player.actor.agent.state_dict())
-    shard, teacher = workers.Shard(order, player.env_batch.spec, 0), workers.Teacher(order, player.env_batch.spec)
+    worker_spec = workers.WorkerSpec(e.to_json(), ())
+    actor = workers.ActorWorker(worker_spec, 0, 0, 0, {})
+    state = actor.actor.agent.state_dict()
+    weights = WeightsCodec(state).encode(state)
+    spec = actor.env_batch.spec
+    shard, learner = workers.ReplayShard(worker_spec, spec, 0), workers.LearnerWorker(worker_spec, spec)
     shard.join(0)
-    teacher.use({0: Here(shard)})
+    learner.use_shards({0: LocalHandle(shard)})
 
-    def play() -> None:
-        shard.add(0, player.play(0, weights)[1])
+    def collect() -> None:
+        shard.add(0, actor.rollout(0, weights)[1])
 
-    return teacher, shard, play
-
-
-def test_a_lesson_that_ran_out_of_time_says_that_there_may_be_more(monkeypatch):
-    """Else, where all the time went by without an update, nobody would ask again."""
-    teacher, _, play = school(monkeypatch)
-    play()
-    taught, weights = teacher.learn(0.0)
-    assert taught.more and not taught.changed and weights is None
-    taught, weights = teacher.learn(60.0)
-    assert not taught.more and taught.updates == 1 and weights is not None
+    return learner, shard, collect
 
 
-def test_an_answer_from_before_a_lesson_does_not_end_it(monkeypatch):
-    """The one asked for ahead, when there was nothing."""
-    teacher, _, play = school(monkeypatch)
-    assert teacher.learn(60.0)[0].updates == 0
-    assert teacher.asked
-    play()
-    assert teacher.learn(60.0)[0].updates == 1
+def test_learning_that_ran_out_of_time_reports_that_more_may_be_due(monkeypatch):
+    """Otherwise the driver would not call the learner again if the time passed without an update."""
+    learner, _, collect = learner_and_shard(monkeypatch)
+    collect()
+    result, weights = learner.learn(0.0)
+    assert result.more and not result.changed and weights is None
+    result, weights = learner.learn(60.0)
+    assert not result.more and result.updates == 1 and weights is not None
+
+
+def test_an_empty_answer_from_before_the_call_does_not_end_learning(monkeypatch):
+    """The batch was requested ahead, when the replay was empty."""
+    learner, _, collect = learner_and_shard(monkeypatch)
+    assert learner.learn(60.0)[0].updates == 0
+    assert learner.requested
+    collect()
+    assert learner.learn(60.0)[0].updates == 1
 
 
 # -- faults --------------------------------------------------------------------------------------------------
 
 
-def without_a_cluster(monkeypatch: pytest.MonkeyPatch, actors: int) -> tuple[Any, list[int]]:
-    """The driver of a run, all of whose processes are pretended; and the lanes that have joined the shard."""
-    from bestiary.runtime.ray import driver as ray_driver
+def driver_without_cluster(monkeypatch: pytest.MonkeyPatch, actors: int) -> tuple[Any, list[int]]:
+    """A driver whose processes are pretended, and the indices of the actors that have joined its replay shard."""
+    from bestiary.runtime.ray import calls, driver, metrics, pools
 
     joined: list[int] = []
     shard = SimpleNamespace(
-        join=SimpleNamespace(remote=joined.append), leave=SimpleNamespace(remote=lambda lane: object())
+        join=SimpleNamespace(remote=joined.append),
+        leave=SimpleNamespace(remote=lambda index: object()),
+        start=SimpleNamespace(remote=lambda: object()),
     )
-    monkeypatch.setattr(ray_driver.ray, "kill", lambda who: None)
-    driver = object.__new__(ray_driver.ClusterRuntime)
-    driver.cfg = Ray(actors=actors)
-    driver.places = [ray_driver.Place(n, 0, n) for n in range(actors)]
-    driver.shards, driver.chooser, driver.tasks, driver.notes = [shard], None, {}, []
-    driver.full, driver.ahead, driver.renewed = [True], [[0]], [0.0]
-    driver.steps = driver.lost = 0
-    monkeypatch.setattr(driver, "_renew_shard", lambda number: None)
-    monkeypatch.setattr(driver, "_share_out", lambda: None)
-    for place in driver.places:
-        place.player, place.life = object(), 0
-    return driver, joined
+    learner = SimpleNamespace(use_shards=SimpleNamespace(remote=lambda shards: object()))
+    fake_ray = SimpleNamespace(kill=lambda handle: None, get=lambda refs, timeout=None: refs)
+    for module in (calls, driver, pools):
+        monkeypatch.setattr(module, "ray", fake_ray)
+    made = object.__new__(driver.RayRuntime)
+    made.cfg = Ray(actors=actors)
+    made.calls = calls.EssentialCalls(made.cfg.timeout)
+    made.learners = calls.LearnerGroup([learner], made.calls)
+    factory: Any = SimpleNamespace(shard=lambda number: shard)
+    made.shards, made.actors = pools.ShardPool(factory, 1), pools.ActorPool(made.cfg, factory)
+    made.shards.full, made.shards.ahead = [True], [[0]]
+    made.metrics, made.inference_server, made.tasks, made.notes, made.steps = metrics.RunMetrics(), None, {}, [], 0
+    for slot in made.actors.slots:
+        slot.actor, slot.restarts = object(), 0
+    return made, joined
 
 
-def test_a_new_shard_does_not_wait_for_players_without_a_node(monkeypatch):
-    driver, joined = without_a_cluster(monkeypatch, actors=3)
-    driver.places[0].ready = driver.places[2].ready = True
-    driver._lose_shard(0)
+def test_a_new_shard_does_not_wait_for_actors_without_a_node(monkeypatch):
+    driver, joined = driver_without_cluster(monkeypatch, actors=3)
+    slots = driver.actors.slots
+    slots[0].ready = slots[2].ready = True
+    driver._replace_shard(0)
     assert joined == [0, 2]
+    assert driver.shards.full == [False] and driver.shards.ahead == [[]]
 
 
-def test_a_fault_of_all_who_play_ends_the_run_though_others_wait_for_a_node(monkeypatch):
-    driver, _ = without_a_cluster(monkeypatch, actors=3)
-    for place in driver.places[:2]:
-        place.placed, place.failures = True, 1
-    driver._lose(driver.places[0], "failed", ArithmeticError("the pole came off"))
+def test_an_error_of_all_placed_actors_ends_the_run_while_others_wait(monkeypatch):
+    driver, _ = driver_without_cluster(monkeypatch, actors=3)
+    slots = driver.actors.slots
+    for slot in slots[:2]:
+        slot.placed, slot.failures = True, 1
+    driver._replace_actor(slots[0], "failed", ArithmeticError("the pole came off"))
     with pytest.raises(ArithmeticError):
-        driver._lose(driver.places[1], "failed", ArithmeticError("the pole came off"))
+        driver._replace_actor(slots[1], "failed", ArithmeticError("the pole came off"))
 
 
-def test_tasks_given_up_with_their_shard_do_not_cost_the_next_one(monkeypatch):
-    from bestiary.runtime.ray.driver import Task
+def test_calls_dropped_with_their_shard_do_not_cost_the_next_shard(monkeypatch):
+    from bestiary.runtime.ray.pools import Task
 
-    driver, _ = without_a_cluster(monkeypatch, actors=3)
+    driver, _ = driver_without_cluster(monkeypatch, actors=3)
     driver.tasks = {object(): Task("add", n, -1e9) for n in range(3)}
-    driver._give_up_on_the_silent()
-    assert len(driver.notes) == 1 and not driver.tasks
+    driver._check_timeouts()
+    assert driver.notes == ["replay shard 0 was lost with its contents; an empty one replaces it"]
+    assert not driver.tasks
 
 
-def test_a_restart_goes_on_from_the_last_checkpoint_whichever_was_named_first(monkeypatch, tmp_path):
+def test_a_restart_continues_from_the_last_checkpoint(monkeypatch, tmp_path):
     from bestiary.errors import LOST
     from bestiary.runtime.ray import supervisor
 
@@ -455,17 +468,17 @@ def test_a_restart_goes_on_from_the_last_checkpoint_whichever_was_named_first(mo
     assert started == [["resume", "RUN", "--checkpoint", "5"], ["resume", "RUN"], ["resume", "RUN"]]
 
 
-def test_a_learner_that_waits_for_a_silent_shard_has_time_to_say_so(monkeypatch):
-    """It gives the shard as long as anybody is given: whoever waits for the learner must wait longer than that."""
+def test_a_learner_that_waits_for_a_silent_shard_has_time_to_report_it(monkeypatch):
+    """The learner waits for a shard as long as the timeout, so the driver must wait longer for the learner."""
     import time
 
     from bestiary.errors import Lost
-    from bestiary.runtime.ray.driver import Task
+    from bestiary.runtime.ray.pools import Task
 
-    driver, _ = without_a_cluster(monkeypatch, actors=1)
-    patience = driver.cfg.timeout
-    driver.tasks = {object(): Task("learn", 0, time.monotonic() - 1.9 * patience)}
-    driver._give_up_on_the_silent()
-    driver.tasks = {object(): Task("learn", 0, time.monotonic() - 2.1 * patience)}
+    driver, _ = driver_without_cluster(monkeypatch, actors=1)
+    timeout = driver.cfg.timeout
+    driver.tasks = {object(): Task("learn", 0, time.monotonic() - 1.9 * timeout)}
+    driver._check_timeouts()
+    driver.tasks = {object(): Task("learn", 0, time.monotonic() - 2.1 * timeout)}
     with pytest.raises(Lost, match="the learner did not answer within"):
-        driver._give_up_on_the_silent()
+        driver._check_timeouts()

@@ -88,14 +88,14 @@ def parts(cfg: Settings) -> dict[str, float]:
     """Seconds of each part alone, with nothing else running: an unroll, an update, and what the way between costs."""
     import ray
 
-    from bestiary.runtime.ray.wire import Flat, pack, unpack
+    from bestiary.runtime.ray.wire import WeightsCodec, pack, unpack
 
     with closing(LocalRuntime(atari(cfg, Local(envs=cfg.envs, threads=1)))) as runtime:
         next(iter(runtime))
         trajectory, _ = runtime.actor.unroll()
         packed, learner = pack(trajectory), runtime.learner
-        flat = Flat(learner.agent.state_dict())
-        weights = flat.pack(learner.agent.state_dict())
+        codec = WeightsCodec(learner.agent.state_dict())
+        weights = codec.encode(learner.agent.state_dict())
         batch = Batch(trajectory)
         learner.update(batch)
 
@@ -108,7 +108,7 @@ def parts(cfg: Settings) -> dict[str, float]:
                 "update_seconds": lambda: learner.update(batch),
                 "pack_seconds": lambda: pack(trajectory),
                 "travel_seconds": travel,
-                "weights_seconds": lambda: flat.unpack(ray.get(ray.put(weights))),
+                "weights_seconds": lambda: codec.decode(ray.get(ray.put(weights))),
             },
             3 * cfg.rounds,
         )

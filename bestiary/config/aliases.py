@@ -20,7 +20,7 @@ KINDS: dict[str, str] = {}
 # kind (of today) -> {old field: new field (dotted where it is nested now), or Removed(value)}
 FIELDS: dict[str, dict[str, str | Removed]] = {
     "evaluation": {"beside": "background"},
-    "ray": {"patience": "timeout"},
+    "ray": {"patience": "timeout", "replay_at": "replay_placement"},
 }
 
 # kind (of today) -> {field: {old value: new value}}, for choices that were renamed

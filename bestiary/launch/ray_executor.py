@@ -12,7 +12,7 @@ from ray.exceptions import RayError, RayTaskError
 from bestiary.errors import UserError
 from bestiary.launch import executor, job_supervisor
 from bestiary.runtime import Ray
-from bestiary.runtime.ray.cluster import check_nodes, connect, disconnect, nodes
+from bestiary.runtime.ray.cluster import alive_nodes, check_nodes, connect, disconnect
 
 if TYPE_CHECKING:
     from bestiary.config.experiment import Experiment
@@ -48,16 +48,16 @@ class Cluster:
             connect(self.address)
             self.connected = True
         threads = executor.threads_of(experiment)
-        room = sum(int(node.cpus // threads) for node in nodes())
+        room = sum(int(node.cpus // threads) for node in alive_nodes())
         if not room:
-            most = max((node.cpus for node in nodes()), default=0)
+            most = max((node.cpus for node in alive_nodes()), default=0)
             raise UserError(f"runtime.threads={threads} fit on no node of the cluster: the largest has {most:g} cores")
         return asked or room
 
     def enter(self, root: Path, lock: IO[bytes]) -> None:
         import fcntl
 
-        check_nodes(nodes(), root)
+        check_nodes(alive_nodes(), root)
         job_supervisor.lock(
             lock, fcntl.LOCK_SH
         )  # shared with our runs, wherever they are; nobody else gets it for himself
@@ -69,7 +69,7 @@ class Cluster:
         """Runs whose keepers died may still be saving."""
         import fcntl
 
-        until = time.monotonic() + job_supervisor.PATIENCE
+        until = time.monotonic() + job_supervisor.LOCK_TIMEOUT
         while not job_supervisor.lock(lock, fcntl.LOCK_EX) and time.monotonic() < until:
             time.sleep(executor.LOOK)
 
@@ -83,7 +83,7 @@ class Kept:
         path = job.path.resolve()
         # the interpreter may be elsewhere on another node
         words = executor.command(path)[1:]
-        make: Any = ray.remote(job_supervisor.Keeper)
+        make: Any = ray.remote(job_supervisor.JobSupervisor)
         self.keeper = make.options(num_cpus=threads, max_concurrency=2, max_restarts=0).remote()
         self.up = self.keeper.process.remote()
         self.code = self.keeper.run.remote(

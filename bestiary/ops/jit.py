@@ -13,6 +13,8 @@ from typing import Any
 
 from numba import njit
 
+from bestiary.config.compat import extend_numba_stamp
+
 
 @cache
 def stamp() -> bytes:
@@ -31,7 +33,7 @@ def compiler(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
     def compiled(function: Callable[..., Any]) -> Any:
         made: Any = njit(cache=True, nogil=True, **options)(function)
-        made._cache._cache_file._source_stamp += stamp()
+        extend_numba_stamp(made, stamp())
         return made
 
     return compiled

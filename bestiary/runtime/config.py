@@ -46,7 +46,7 @@ class Overlap(RuntimeBase):
 
 @dataclass(frozen=True)
 class Ray(RuntimeBase):
-    """Actor, replay and learner processes on one machine or a cluster (extra: ray); actors may join and leave."""
+    """Actor, replay and learner processes on one machine or a cluster (extra: ray); lost processes are replaced."""
 
     actors: int = 1
     """number of actor processes, each with `envs` environments"""
@@ -56,7 +56,7 @@ class Ray(RuntimeBase):
     """address of a running Ray cluster, HOST:PORT or auto; None: start a local Ray for this run"""
     shards: int = 1
     """number of replay shards; each stores an equal part of the streams, and its slowest actor sets its pace"""
-    replay_at: Literal["learner", "anywhere"] = "learner"
+    replay_placement: Literal["learner", "anywhere"] = "learner"
     """placement of the replay shards: on the learner's node, or on the nodes with the most free memory"""
     inference: Literal["actor", "shared"] = "actor"
     """where actions are computed: in every actor (IMPALA, Ape-X), or by one inference server in batches (SEED RL)"""
@@ -67,7 +67,7 @@ class Ray(RuntimeBase):
     batch_timeout: float = 0.01
     """shared inference: longest wait for a batch of `min_batch`, in seconds"""
     learners: int = 1
-    """number of data-parallel learner processes; each samples its own batch and gradients are averaged"""
+    """number of data-parallel learner processes; each samples a batch, and the gradients of all are summed"""
     actor_cpus: float = 1.0
     """CPU cores reserved for each actor"""
     learner_cpus: float = 1.0

@@ -70,9 +70,9 @@ def start(experiment: Experiment) -> Any:
         return OverlapRuntime(experiment)
     if type(cfg) is Ray:
         require("ray", "ray")
-        from bestiary.runtime.ray.driver import ClusterRuntime
+        from bestiary.runtime.ray.driver import RayRuntime
 
-        return ClusterRuntime(experiment)
+        return RayRuntime(experiment)
     own = getattr(cfg, "start", None)
     if own is None:
         raise UserError(f"runtime:{kebab(type(cfg))} cannot start: its class needs a method start(experiment)")

@@ -15,7 +15,7 @@ from bestiary.errors import UserError
 from bestiary.launch.executor import HERE, Place
 from bestiary.presets import PRESETS, preset
 from bestiary.runtime import Ray
-from bestiary.runtime.ray.supervisor import supervise, watched
+from bestiary.runtime.ray.supervisor import is_supervised, supervise
 from bestiary.training.display import Lines, Screen, choose_screen
 from bestiary.training.run import Run, new_path
 from bestiary.training.session import Session
@@ -69,7 +69,7 @@ def read(args: list[str]) -> Train:
 def restarts_of(experiment: Experiment) -> int:
     """How often to start a run again that was lost; 0: somebody watches over this process already."""
     runtime = experiment.runtime
-    return runtime.max_restarts if isinstance(runtime, Ray) and not watched() else 0
+    return runtime.max_restarts if isinstance(runtime, Ray) and not is_supervised() else 0
 
 
 class Signals:

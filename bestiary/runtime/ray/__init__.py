@@ -1,1 +1,1 @@
-"""The same experiment as processes of a Ray cluster. Nothing here is imported unless a cluster is asked for."""
+"""The Ray runtime: one experiment as processes of a Ray cluster. It is imported only for `runtime:ray`."""

@@ -1,4 +1,4 @@
-"""Actors side by side: what several of them played becomes one trajectory of all their streams."""
+"""Alignment of trajectories: the trajectories of several actors become one trajectory of all their streams."""
 
 from collections import deque
 
@@ -7,50 +7,52 @@ import torch
 from bestiary.replay.fifo import join
 from bestiary.types import Trajectory
 
-AHEAD = 2  # trajectories an actor may be ahead of the slowest beside it
+MAX_QUEUED = 2  # trajectories of one actor that may wait for the slowest actor of its shard
 
 
-class Lanes:
-    """For replays in which all streams turn together.
+class StreamAligner:
+    """Aligns the trajectories of several actors into one batch of environment streams.
 
-    A trajectory is there when everybody who is present has played one. A lane without an actor is a run of one-row
-    episodes, from which nothing is learnt; whoever takes it over begins with new episodes.
+    Ring-buffer replays advance all their streams together. A trajectory of all streams is therefore complete when
+    every present actor has delivered one. A missing actor's streams are padded with one-step episodes that carry no
+    loss; its replacement starts with new episodes.
     """
 
-    def __init__(self, count: int) -> None:
-        self.waiting: list[deque[Trajectory]] = [deque() for _ in range(count)]
-        self.present = [False] * count
+    def __init__(self, actors: int) -> None:
+        self.queues: list[deque[Trajectory]] = [deque() for _ in range(actors)]
+        self.present = [False] * actors
 
-    def join(self, lane: int) -> None:
-        """Somebody new plays here; what the one before had left is given up."""
-        self.waiting[lane].clear()
-        self.present[lane] = True
+    def join(self, actor: int) -> None:
+        """Register an actor by its index; trajectories that its predecessor left in the queue are dropped."""
+        self.queues[actor].clear()
+        self.present[actor] = True
 
-    def leave(self, lane: int) -> None:
-        self.waiting[lane].clear()
-        self.present[lane] = False
+    def leave(self, actor: int) -> None:
+        """Remove an actor: the others no longer wait for it."""
+        self.queues[actor].clear()
+        self.present[actor] = False
 
-    def add(self, lane: int, trajectory: Trajectory) -> None:
-        self.waiting[lane].append(trajectory)
+    def add(self, actor: int, trajectory: Trajectory) -> None:
+        self.queues[actor].append(trajectory)
 
     def take(self) -> Trajectory | None:
-        """One of all streams, if everybody who is present has played one."""
-        heads = [queue[0] if queue else None for queue in self.waiting]
-        known = next((head for head in heads if head is not None), None)
-        if known is None or any(here and head is None for here, head in zip(self.present, heads, strict=True)):
+        """One trajectory of all streams; None while a present actor has not delivered one."""
+        heads = [queue[0] if queue else None for queue in self.queues]
+        example = next((head for head in heads if head is not None), None)
+        if example is None or any(p and head is None for p, head in zip(self.present, heads, strict=True)):
             return None
-        for queue in self.waiting:
+        for queue in self.queues:
             if queue:
                 queue.popleft()
-        return join([nothing_like(known) if head is None else head for head in heads])
+        return join([padding_like(example) if head is None else head for head in heads])
 
     def ahead(self) -> list[int]:
-        """Lanes that should wait for the others."""
-        return [lane for lane, queue in enumerate(self.waiting) if len(queue) >= AHEAD]
+        """Indices of the actors that should pause until the others have caught up."""
+        return [actor for actor, queue in enumerate(self.queues) if len(queue) >= MAX_QUEUED]
 
 
-def nothing_like(t: Trajectory) -> Trajectory:
-    """As many rows of as many streams, each an episode of its own."""
+def padding_like(t: Trajectory) -> Trajectory:
+    """A trajectory of the same shape in which every time step is an episode of its own, so no transition is valid."""
     step = t.step._replace(
         prev_action=torch.zeros_like(t.step.prev_action),
         reward=torch.zeros_like(t.step.reward),

@@ -1,4 +1,4 @@
-"""Reaching a Ray cluster: one of our own on this machine, or one that is already there."""
+"""Connection to a Ray cluster: a private one on this machine, or one that already runs."""
 
 import gc
 import logging
@@ -14,44 +14,48 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
-from ray._private import ray_constants
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from bestiary.config.compat import allow_ray_clusters
+from bestiary.config.machine import versions
 from bestiary.errors import UserError
 
-ANSWER = 10.0  # seconds to wait for an address
-STORE = 256 * 2**20  # bytes of shared memory, at least
-COMPARED = ("python", "bestiary", "torch", "numpy")  # versions that must be the same everywhere
+CONNECT_TIMEOUT = 10.0  # seconds to wait for an address to answer
+MIN_STORE = 256 * 2**20  # smallest object store (shared memory), in bytes
+PROBE_TIMEOUT = 60.0  # seconds for a node to report its versions
+SAME_EVERYWHERE = ("python", "bestiary", "torch", "numpy")  # versions that must be equal on all nodes
 
 
-class Node(NamedTuple):
-    """A machine of the cluster, or one of several Ray nodes on a machine."""
+class RayNode(NamedTuple):
+    """A Ray node: usually one machine of the cluster."""
 
     id: str
     name: str
     cpus: float
     gpus: float
     memory: int  # bytes
-    store: int  # bytes of shared memory
+    store: int  # size of the object store (shared memory), in bytes
 
 
 @contextmanager
-def own_signals() -> Iterator[None]:
-    """Ray takes SIGTERM over when it starts: give it back to whoever had it."""
-    ours = threading.current_thread() is threading.main_thread()  # others have no say in signals
+def preserve_signal_handlers() -> Iterator[None]:
+    """Restore the handlers of SIGTERM and SIGINT, which Ray replaces when it starts and stops."""
+    in_main_thread = threading.current_thread() is threading.main_thread()  # other threads cannot set handlers
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        for number, handler in before.items() if ours else ():
+        for number, handler in before.items() if in_main_thread else ():
             signal.signal(number, handler)
 
 
-def connect(address: str | None, store: int = 0) -> list[Node]:
-    """Join the cluster at an address; None: start one that only this machine can reach and that ends with us."""
-    # Ray listens, and looks for others, on all interfaces unless it believes that clusters are not for this system
-    ray_constants.ENABLE_RAY_CLUSTER = address is not None and _answers_beyond_loopback(address)
+def connect(address: str | None, store: int = 0) -> list[RayNode]:
+    """Join the cluster at an address; None: start a cluster on this machine that listens on loopback and ends with us.
+
+    `store` is the size of the object store that a new cluster needs, in bytes.
+    """
+    allow_ray_clusters(address is not None and _reachable_beyond_loopback(address))
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     common: dict[str, Any] = {
         "include_dashboard": False,
@@ -59,24 +63,25 @@ def connect(address: str | None, store: int = 0) -> list[Node]:
         "logging_level": logging.ERROR,
         "configure_logging": False,
     }
-    with own_signals():
+    with preserve_signal_handlers():
         if address is None:
             if os.environ.get("RAY_AUTH_MODE", "token") != "token":
-                raise UserError("RAY_AUTH_MODE must be token, or unset, for a cluster of our own")
+                raise UserError("RAY_AUTH_MODE must be token, or unset, to start a cluster on this machine")
+            size = max(MIN_STORE, store)
             try:
-                ray.init(address="local", object_store_memory=max(STORE, store), **common)
+                ray.init(address="local", object_store_memory=size, **common)
             except ValueError as e:
                 raise UserError(
-                    f"what is under way may take {max(STORE, store) / 2**30:.1f} GiB of shared memory, more than this "
+                    f"trajectories and weights may take {size / 2**30:.1f} GiB of shared memory, more than this "
                     f"machine has ({first_line(e)}): lower --runtime.actors or --runtime.envs"
                 ) from None
         else:
-            common.pop("include_dashboard")  # theirs to decide
+            common.pop("include_dashboard")  # decided by whoever started that cluster
             try:
                 ray.init(address=address, **common)
             except (ConnectionError, RuntimeError, ValueError, RayError) as e:
                 raise UserError(f"runtime.address={address} cannot be joined: {first_line(e)}") from None
-    return nodes()
+    return alive_nodes()
 
 
 def first_line(e: BaseException) -> str:
@@ -84,8 +89,8 @@ def first_line(e: BaseException) -> str:
     return lines[0] if lines else type(e).__name__
 
 
-def _answers_beyond_loopback(address: str) -> bool:
-    """Whether a cluster can be reached from other machines. One that does not answer at all is refused."""
+def _reachable_beyond_loopback(address: str) -> bool:
+    """Whether other machines can reach the cluster. A cluster that does not answer at all is a UserError."""
     if address == "auto":
         file = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray" / "ray_current_cluster"
         address = os.environ.get("RAY_ADDRESS") or (file.read_text().strip() if file.exists() else "")
@@ -95,11 +100,11 @@ def _answers_beyond_loopback(address: str) -> bool:
     if "://" in address or not host or not port.isdigit():
         raise UserError(f"runtime.address={address!r} should be HOST:PORT, such as 10.0.0.5:6379, or auto")
     try:
-        socket.create_connection((host, int(port)), timeout=ANSWER).close()  # Ray itself would try for a minute
+        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT).close()  # Ray would try for a minute
     except OSError as e:
         raise UserError(f"no Ray cluster answers at {address} ({e}): start it with `ray start --head`") from None
     try:
-        ray_constants.ENABLE_RAY_CLUSTER = True
+        allow_ray_clusters(True)
         socket.create_connection((ray.util.get_node_ip_address(), int(port)), timeout=1).close()
     except OSError:
         return host not in ("127.0.0.1", "localhost", "::1")
@@ -108,106 +113,104 @@ def _answers_beyond_loopback(address: str) -> bool:
 
 def disconnect() -> None:
     if ray.is_initialized():
-        gc.collect()  # a handle that goes later would be taken for one of the next cluster's
-        with own_signals():
+        gc.collect()  # a handle that is freed later would be taken for one of the next cluster
+        with preserve_signal_handlers():
             ray.shutdown()
 
 
-def nodes() -> list[Node]:
+def alive_nodes() -> list[RayNode]:
+    """The nodes that are alive, those with most GPUs and cores first."""
     found = []
     for node in ray.nodes():
         if node["Alive"]:
             has = node["Resources"]
             memory, store = int(has.get("memory", 0)), int(has.get("object_store_memory", 0))
             name = f"{node['NodeName']} ({node['NodeID'][:6]})"
-            found.append(Node(node["NodeID"], name, has.get("CPU", 0.0), has.get("GPU", 0.0), memory, store))
+            found.append(RayNode(node["NodeID"], name, has.get("CPU", 0.0), has.get("GPU", 0.0), memory, store))
     return sorted(found, key=lambda n: (-n.gpus, -n.cpus, n.id))
 
 
-def on(node: Node, soft: bool = True) -> Any:
-    """Preferably on this node; anywhere, should it be gone."""
-    return NodeAffinitySchedulingStrategy(node.id, soft=soft)
+def prefer(node: RayNode) -> Any:
+    """The scheduling strategy of a process that should run on this node, or on another one if this node is dead."""
+    return NodeAffinitySchedulingStrategy(node.id, soft=True)
 
 
-def later(kind: type) -> type:
-    """The same, but built when it is asked for `hello`: what goes wrong there is told as it is, not as a death.
+def deferred(cls: type) -> type:
+    """A subclass whose objects are built by `start()` and not by the constructor.
 
-    It answers `placed` as soon as there is a node for it, and `hello` with the versions found there.
+    Ray reports an error in a constructor as the death of the process, but an error in a method as what it is.
+    `placed()` returns as soon as a node has room for the process; `start()` returns the versions found there.
     """
 
-    class Later(kind):
-        def __init__(self, *words: Any) -> None:
-            self.words = words
+    class Deferred(cls):
+        def __init__(self, *args: Any) -> None:
+            self.init_args = args
 
         def placed(self) -> None:
             return
 
-        def hello(self) -> dict[str, str]:
-            from bestiary.config.machine import versions
-
-            super().__init__(*self.words)
+        def start(self) -> dict[str, str]:
+            super().__init__(*self.init_args)
             return versions()
 
-    Later.__name__ = Later.__qualname__ = kind.__name__  # by which its process can be found
-    return Later
+    Deferred.__name__ = Deferred.__qualname__ = cls.__name__  # the process is named after it
+    return Deferred
 
 
-def process(kind: type, cpus: float = 0, gpus: float = 0, **options: Any) -> Any:
-    """What a process of this kind is started with: `.remote(...)` gives a handle to it."""
-    return ray.remote(num_cpus=cpus, num_gpus=gpus)(kind).options(**options)
+def remote_class(cls: type, cpus: float = 0, gpus: float = 0, **options: Any) -> Any:
+    """A class whose `.remote(...)` starts a process with one object of it and returns a handle."""
+    return ray.remote(num_cpus=cpus, num_gpus=gpus)(cls).options(**options)
 
 
-def _look(path: str | None) -> tuple[dict[str, str], bool]:
-    """Runs on every node: what is installed there, and whether it can read and write a directory."""
-    from bestiary.config.machine import versions
+def version_mismatch(theirs: dict[str, str], mine: dict[str, str]) -> str:
+    """The first version that differs from this machine's, in words; empty: all are equal."""
+    different = (name for name in SAME_EVERYWHERE if theirs.get(name) != mine.get(name))
+    return next((f"{name} {theirs.get(name)}, this machine {mine.get(name)}" for name in different), "")
 
+
+def _probe(path: str | None) -> tuple[dict[str, str], bool]:
+    """Runs on a node: the versions installed there, and whether it can read and write beside a file."""
     if path is None:
         return versions(), True
     try:
-        seen = Path(path).read_text()
-        answer = Path(f"{path}.{uuid.uuid4().hex}")
-        answer.write_text(seen)
-        answer.unlink()
+        content = Path(path).read_text()
+        copy = Path(f"{path}.{uuid.uuid4().hex}")
+        copy.write_text(content)
+        copy.unlink()
         return versions(), True
     except OSError:
         return versions(), False
 
 
-def other_version(theirs: dict[str, str], mine: dict[str, str]) -> str:
-    """The first of what must be the same everywhere and is not; empty: all is well."""
-    different = (name for name in COMPARED if theirs.get(name) != mine.get(name))
-    return next((f"{name} {theirs.get(name)}, this machine {mine.get(name)}" for name in different), "")
-
-
-def check_nodes(found: list[Node], shared: Path | None = None) -> None:
-    """Refuse a cluster whose nodes have other versions than we do, or cannot see a directory they would need."""
-    from bestiary.config.machine import versions
-
-    mark = None
+def check_nodes(nodes: list[RayNode], shared: Path | None = None) -> None:
+    """Raise a UserError if a node has other versions than this machine, or cannot write to the directory `shared`."""
+    probe_file = None
     if shared is not None:
         shared.mkdir(parents=True, exist_ok=True)
-        mark = shared.resolve() / f".probe-{uuid.uuid4().hex}"
-        mark.write_text("seen")
+        probe_file = shared.resolve() / f".probe-{uuid.uuid4().hex}"
+        probe_file.write_text("probe")
     try:
-        look = ray.remote(num_cpus=0)(_look)
-        asked = [look.options(scheduling_strategy=on(n)).remote(None if mark is None else str(mark)) for n in found]
-        mine = versions()
-        for node, ref in zip(found, asked, strict=True):
-            try:
-                theirs, sees = ray.get(ref, timeout=60)
-            except RayTaskError as e:
-                reason = str(e).strip().splitlines()[-1]
-                raise UserError(
-                    f"node {node.name} cannot run bestiary ({reason}): install the same package there"
-                ) from None
-            except GetTimeoutError:
-                raise UserError(
-                    f"node {node.name} does not answer within a minute: remove it from the cluster"
-                ) from None
-            if other := other_version(theirs, mine):
-                raise UserError(f"node {node.name} has {other}: install the same version everywhere")
-            if not sees:
+        probe = ray.remote(num_cpus=0)(_probe)
+        path = None if probe_file is None else str(probe_file)
+        refs = [probe.options(scheduling_strategy=prefer(node)).remote(path) for node in nodes]
+        for node, ref in zip(nodes, refs, strict=True):
+            theirs, writable = _probe_result(node, ref)
+            if mismatch := version_mismatch(theirs, versions()):
+                raise UserError(f"node {node.name} has {mismatch}: install the same version everywhere")
+            if not writable:
                 raise UserError(f"node {node.name} cannot write to {shared}: choose a directory that all nodes share")
     finally:
-        if mark is not None:
-            mark.unlink(missing_ok=True)
+        if probe_file is not None:
+            probe_file.unlink(missing_ok=True)
+
+
+def _probe_result(node: RayNode, ref: Any) -> tuple[dict[str, str], bool]:
+    try:
+        return ray.get(ref, timeout=PROBE_TIMEOUT)
+    except RayTaskError as e:
+        reason = str(e).strip().splitlines()[-1]
+        raise UserError(f"node {node.name} cannot run bestiary ({reason}): install the same package there") from None
+    except GetTimeoutError:
+        raise UserError(
+            f"node {node.name} did not answer within {PROBE_TIMEOUT:g} seconds: remove it from the cluster"
+        ) from None

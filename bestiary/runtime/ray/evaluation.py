@@ -1,4 +1,4 @@
-"""Evaluations of a cluster run: played in a process of their own, while training goes on."""
+"""Evaluations of a Ray run, in a process of their own while training goes on."""
 
 import time
 from collections.abc import Callable
@@ -9,84 +9,87 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from torch import Tensor
 
-from bestiary.runtime.ray.faults import START, TRIES, fault, short
+from bestiary.runtime.ray.faults import MAX_FAILURES, START_TIMEOUT, original_error, summary
 from bestiary.types import Episode
 
 if TYPE_CHECKING:
-    from bestiary.runtime.ray.driver import ClusterRuntime
+    from bestiary.runtime.ray.driver import RayRuntime
 
 
 class RayEvaluation:
-    """An evaluation in a process of its own; should it be lost, it is played once more."""
+    """An evaluation by the evaluator process. If the process is lost or hangs, the evaluation is repeated once."""
 
-    def __init__(self, runtime: "ClusterRuntime", weights: dict[str, Tensor]) -> None:
+    def __init__(self, runtime: "RayRuntime", weights: dict[str, Tensor]) -> None:
         self.runtime = runtime
         self.frames = runtime.frames
         self.weights = weights
-        self.flat = runtime.flat.pack(weights)
-        self.tries = 0
-        self.broken_off = False
-        self._begin()
+        self.flat = runtime.codec.encode(weights)
+        self.attempts = 0
+        self.cancelled = False
+        self._start()
 
-    def _begin(self) -> None:
-        self.tries += 1
-        self.judge = self.runtime._new_judge()
-        self.ref = self.judge.play.remote(self.flat)
-        self.pulse = self.judge.pulse.remote()
-        self.beat: int | None = None  # how far it is, once that has been heard
-        self.felt = time.monotonic() + START  # when that was last news
+    def _start(self) -> None:
+        self.attempts += 1
+        self.evaluator = self.runtime.new_evaluator()
+        self.ref = self.evaluator.evaluate.remote(self.flat)
+        self.heartbeat = self.evaluator.heartbeat.remote()
+        self.last_beat: int | None = None
+        self.alive_at = time.monotonic() + START_TIMEOUT  # when the heartbeat last changed
 
     @property
     def running(self) -> bool:
-        if self.broken_off:
+        if self.cancelled:
             return False
         if not ray.wait([self.ref], timeout=0)[0]:
-            return self._alive() or self._lost(f"it stood still for {self.runtime.cfg.timeout:g} seconds")
+            timeout = self.runtime.cfg.timeout
+            return self._alive() or self._repeat(f"it made no progress for {timeout:g} seconds")
         try:
             ray.get(self.ref)
         except RayTaskError:
-            pass  # told where the games are asked for
+            pass  # raised by `episodes`
         except RayError as e:
-            return self._lost(short(e))
+            return self._repeat(summary(e))
         return False
 
     def _alive(self) -> bool:
-        """Games may be long, but something must happen in them."""
-        if ray.wait([self.pulse], timeout=0)[0]:
-            with suppress(RayError):  # if it is gone, the games say so
-                beat: Any = ray.get(self.pulse)
-                if self.beat is not None and beat != self.beat:
-                    self.felt = time.monotonic()
-                self.beat = beat
-            self.pulse = self.judge.pulse.remote()
-        return time.monotonic() - self.felt <= self.runtime.cfg.timeout
+        """Whether the evaluation made progress within the timeout; episodes may be long."""
+        if ray.wait([self.heartbeat], timeout=0)[0]:
+            with suppress(RayError):  # a dead process is noticed through `ref`
+                beat: Any = ray.get(self.heartbeat)
+                if self.last_beat is not None and beat != self.last_beat:
+                    self.alive_at = time.monotonic()
+                self.last_beat = beat
+            self.heartbeat = self.evaluator.heartbeat.remote()
+        return time.monotonic() - self.alive_at <= self.runtime.cfg.timeout
 
-    def _lost(self, why: str) -> bool:
-        """Once, it is played again; says whether it is."""
-        ray.kill(self.judge)
-        self.runtime.judge = None
-        again = self.tries < TRIES
-        what = "it is played again" if again else "it is left out"
-        self.runtime.notes.append(f"the evaluation at {self.frames} frames was lost ({why}); {what}")
-        if again:
-            self._begin()
+    def _repeat(self, reason: str) -> bool:
+        """Start the evaluation again in a new process, or skip it after too many attempts; returns which."""
+        ray.kill(self.evaluator)
+        self.runtime.evaluator = None
+        repeat = self.attempts < MAX_FAILURES
+        action = "repeating it" if repeat else "skipping it"
+        self.runtime.notes.append(f"the evaluation at {self.frames} frames was lost ({reason}); {action}")
+        if repeat:
+            self._start()
         else:
-            self.broken_off = True
-        return again
+            self.cancelled = True
+        return repeat
 
     def finish(self, stop: Callable[[], bool] = lambda: True) -> None:
+        """Wait for the result; cancel the evaluation as soon as `stop` returns True."""
         while self.running:
             if stop():
-                self.broken_off = True
-                ray.kill(self.runtime.judge)
-                self.runtime.judge = None
+                self.cancelled = True
+                ray.kill(self.runtime.evaluator)
+                self.runtime.evaluator = None
                 return
             time.sleep(0.05)
 
     def episodes(self) -> list[Episode]:
-        if self.broken_off:
+        """The episodes; none if the evaluation was cancelled."""
+        if self.cancelled:
             return []
         try:
             return ray.get(self.ref)
         except RayTaskError as e:
-            raise fault(e) from None
+            raise original_error(e) from None

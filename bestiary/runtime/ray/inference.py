@@ -1,7 +1,8 @@
-"""One process that chooses actions for many players, in batches, and keeps their memory.
+"""Shared inference: one process computes the actions of many actors, in batches, and keeps their recurrent state.
 
-For machines whose GPU is to be shared: players only step their environments. After the dynamic batching of TorchBeast's
-PolyBeast: a batch waits for a number of environments, is never larger than another, and waits no longer than a while.
+It is for machines whose GPU all actors should share; actors then only step their environments. Batches are dynamic, as
+in TorchBeast's PolyBeast (Kuttler et al. 2019): a batch waits for `min_batch` environments, for at most
+`batch_timeout` seconds, and never holds more than `max_batch`.
 """
 
 import asyncio
@@ -16,123 +17,129 @@ from torch import Tensor
 from bestiary import tree
 from bestiary.acting.actor import Actor
 from bestiary.config.machine import choose_device, set_threads
-from bestiary.runtime.ray.wire import Flat, pack, unpack
-from bestiary.runtime.ray.workers import FlatWeights, Order, settings
+from bestiary.runtime.ray.wire import FlatWeights, WeightsCodec, pack, unpack
+from bestiary.runtime.ray.workers import WorkerSpec, ray_config
 from bestiary.seeding import ACTIONS, derive
 from bestiary.types import Spec, State, TimeStep
 
-Name = tuple[int, int]  # of a player: its place, and how many played there before
+ActorId = tuple[int, int]  # the actor's slot, and how often that slot was restarted
 
 
-class Request(NamedTuple):
-    who: Name
+class InferenceRequest(NamedTuple):
+    """One time step of an actor's environments that needs actions."""
+
+    actor: ActorId
     step: TimeStep
     explore: Tensor
-    opens: bool  # whether this row opens a trajectory, which then begins with the memory before it
-    answer: "asyncio.Future[Any]"
+    is_start: bool  # whether a trajectory starts at this step; it then carries the recurrent state before the step
+    reply: "asyncio.Future[Any]"
 
 
-class Chooser:
-    """An asynchronous process: every player waits for its own answer, all are worked out together."""
+class InferenceServer:
+    """An asynchronous process: every actor waits for its own reply, and all requests are computed together."""
 
-    def __init__(self, order: Order, spec: Spec) -> None:
-        experiment = order.read()
-        self.cfg = settings(experiment)
+    def __init__(self, worker_spec: WorkerSpec, spec: Spec) -> None:
+        experiment = worker_spec.load()
+        self.cfg = ray_config(experiment)
         self.device = choose_device(self.cfg.device)
         set_threads(max(1, round(self.cfg.actor_cpus)), spec)
         self.agent = experiment.algo.agent(spec, experiment.net, experiment.core).to(self.device).eval()
-        self.flat = Flat(self.agent.state_dict())
+        self.codec = WeightsCodec(self.agent.state_dict())
         self.rng = torch.Generator(self.device).manual_seed(derive(experiment.seed, ACTIONS, 1))
         self.version = -1
-        self.memory: dict[Name, State] = {}
-        self.waiting: list[Request] = []
+        self.states: dict[ActorId, State] = {}
+        self.waiting: list[InferenceRequest] = []
         self.arrived = asyncio.Event()
         self.worker: asyncio.Task[None] | None = None
 
     async def load(self, version: int, weights: FlatWeights) -> None:
         if version > self.version:
-            self.agent.load_state_dict(self.flat.unpack(weights))
+            self.agent.load_state_dict(self.codec.decode(weights))
             self.version = version
 
-    async def forget(self, place: int) -> None:
-        """Whoever played here is gone."""
-        self.memory = {who: state for who, state in self.memory.items() if who[0] != place}
+    async def forget(self, slot: int) -> None:
+        """Drop the recurrent state of a slot's actor, which is lost."""
+        self.states = {actor: state for actor, state in self.states.items() if actor[0] != slot}
 
-    async def act(self, who: Name, step: TimeStep, explore: Any, opens: bool) -> Any:
+    async def act(self, actor: ActorId, step: TimeStep, explore: Any, is_start: bool) -> Any:
+        """Actions, auxiliary outputs, the state before the step (if a trajectory starts there) and the version."""
         if self.worker is None or self.worker.done():
-            self.worker = asyncio.create_task(self._work())
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.waiting.append(Request(who, unpack(step), unpack(explore), opens, answer))
+            self.worker = asyncio.create_task(self._serve())
+        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.waiting.append(InferenceRequest(actor, unpack(step), unpack(explore), is_start, reply))
         self.arrived.set()
-        return await answer
+        return await reply
 
-    async def _work(self) -> None:
+    async def _serve(self) -> None:
         while True:
             batch = await self._gather()
             try:
-                self._choose(batch)
-            except Exception as e:  # whoever asked is told
+                self._compute(batch)
+            except Exception as e:  # raised in the actors that wait for a reply
                 for request in batch:
-                    request.answer.set_exception(e)
+                    request.reply.set_exception(e)
 
-    async def _gather(self) -> list[Request]:
-        """At least so many environments, unless they do not come in time; at most so many."""
-        until: float | None = None
+    async def _gather(self) -> list[InferenceRequest]:
+        """The next batch: at least `min_batch` environments unless the timeout passes, at most `max_batch`."""
+        deadline: float | None = None
         while True:
             size = sum(len(r.explore) for r in self.waiting)
             now = time.monotonic()
-            if size and until is None:
-                until = now + self.cfg.batch_timeout
-            if size >= self.cfg.min_batch or (until is not None and now >= until):
+            if size and deadline is None:
+                deadline = now + self.cfg.batch_timeout
+            if size >= self.cfg.min_batch or (deadline is not None and now >= deadline):
                 break
             self.arrived.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self.arrived.wait(), None if until is None else until - now)
-        taken, size = [], 0
-        while self.waiting and (not taken or size + len(self.waiting[0].explore) <= self.cfg.max_batch):
+                await asyncio.wait_for(self.arrived.wait(), None if deadline is None else deadline - now)
+        batch, size = [], 0
+        while self.waiting and (not batch or size + len(self.waiting[0].explore) <= self.cfg.max_batch):
             size += len(self.waiting[0].explore)
-            taken.append(self.waiting.pop(0))
-        return taken
+            batch.append(self.waiting.pop(0))
+        return batch
 
     @torch.no_grad()
-    def _choose(self, batch: list[Request]) -> None:
+    def _compute(self, batch: list[InferenceRequest]) -> None:
         widths = [len(r.explore) for r in batch]
-        before = [self.memory.get(r.who) or self.agent.initial_state(n) for r, n in zip(batch, widths, strict=True)]
+        before = [self.states.get(r.actor) or self.agent.initial_state(n) for r, n in zip(batch, widths, strict=True)]
         step = tree.to_device(tree.cat([r.step for r in batch]), self.device)
         explore = torch.cat([r.explore for r in batch]).to(self.device)
-        chosen = self.agent.act(step, tree.cat(before), explore, self.rng)
-        at = 0
+        outputs = self.agent.act(step, tree.cat(before), explore, self.rng)
+        start = 0
         for request, state, width in zip(batch, before, widths, strict=True):
-            action, aux, after = tree.narrow(chosen, 0, at, width)
-            self.memory[request.who] = tree.map(torch.clone, after)
-            opening = pack(state) if request.opens else None
-            request.answer.set_result((pack(action), pack(aux), opening, self.version))
-            at += width
+            action, aux, after = tree.narrow(outputs, 0, start, width)
+            self.states[request.actor] = tree.map(torch.clone, after)
+            state_before = pack(state) if request.is_start else None
+            request.reply.set_result((pack(action), pack(aux), state_before, self.version))
+            start += width
 
 
-class Asking(Actor):
-    """An actor that asks somebody else for its actions. Its memory is kept there; trajectories begin with a copy."""
+class RemotePolicyActor(Actor):
+    """An actor whose actions an inference server computes.
 
-    chooser: Any
-    name: Name
+    The server keeps the recurrent state; every trajectory starts with a copy of it.
+    """
 
-    def ask(self, chooser: Any, name: Name) -> "Asking":
-        self.chooser, self.name = chooser, name
+    server: Any
+    actor_id: ActorId
+
+    def use_server(self, server: Any, actor_id: ActorId) -> "RemotePolicyActor":
+        self.server, self.actor_id = server, actor_id
         self.compiled_actor = None
-        self.rows_since = 0  # the row that opened the trajectory
+        self.steps_acted = 0
         return self
 
     def load(self, weights: dict[str, Tensor], version: int) -> None:
-        raise AssertionError("weights are the chooser's")
+        raise AssertionError("the inference server holds the weights")
 
     def _act(self, step: TimeStep) -> None:
         assert self.explorer is not None
-        opens = self.rows_since % self.length == 0
-        self.rows_since += 1
-        asked = self.chooser.act.remote(self.name, pack(step), pack(self.explorer(step)), opens)
-        action, aux, opening, self.version = ray.get(asked)
-        if opening is not None:
-            self.before = unpack(opening)
+        is_start = self.steps_acted % self.length == 0
+        self.steps_acted += 1
+        ref = self.server.act.remote(self.actor_id, pack(step), pack(self.explorer(step)), is_start)
+        action, aux, state_before, self.version = ray.get(ref)
+        if state_before is not None:
+            self.before = unpack(state_before)
         self.row = (step, unpack(action), unpack(aux))
         if "command" in self.row[2]:
             command = self.row[2]["command"]

@@ -1,138 +1,189 @@
-"""Who runs where: planned before anything starts, told, and refused if it cannot be."""
+"""Placement: which process runs on which node. It is computed and printed before any process starts."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
+from bestiary.config.experiment import Experiment
 from bestiary.errors import UserError
+from bestiary.replay.base import row_bytes
 from bestiary.runtime import Ray
-from bestiary.runtime.ray.cluster import Node
+from bestiary.runtime.ray.cluster import RayNode
+from bestiary.types import Spec
 
-FLYING = 3  # trajectories of an actor that may be under way at a time
-OTHERS = 4  # batches, and versions of the weights, that may be
+TRAJECTORIES_PER_ACTOR = 3  # trajectories of one actor in shared memory at a time, at most
+BATCHES = 4  # batches, and versions of the weights, in shared memory at a time, at most
 
 
-class Needs(NamedTuple):
-    """What the parts of an experiment take, in bytes."""
+class MemoryNeeds(NamedTuple):
+    """Memory that the parts of an experiment take, in bytes."""
 
     trajectory: int
     weights: int
-    shard: int  # of a replay shard when it is full
+    shard: int  # a full replay shard
 
-    def store(self, actors: int) -> int:
-        """Shared memory that may be needed at a time."""
-        return (FLYING * actors + OTHERS) * self.trajectory + OTHERS * self.weights
-
-
-class Plan(NamedTuple):
-    learners: list[Node]
-    shards: list[Node]
-    judge: Node
-    chooser: Node | None  # who infers for all
-    actors: list[Node | None]  # None: waits for a node to join
-    gpus: float  # for each learner
-    chooser_gpus: float
-    store: int  # bytes of shared memory that all this may need at a time
-    lines: tuple[str, ...]  # for people
+    def shared(self, actors: int) -> int:
+        """Peak use of shared memory (Ray's object store)."""
+        return (TRAJECTORIES_PER_ACTOR * actors + BATCHES) * self.trajectory + BATCHES * self.weights
 
 
-def plan(nodes: list[Node], runtime: Ray, needs: Needs) -> Plan:
-    """The learner where GPUs or else most cores are, the replay beside it or where memory is, actors all over."""
-    if not nodes:
-        raise UserError("the cluster has no node that is alive")
-    free = {node.id: [node.cpus, node.gpus, node.memory] for node in nodes}
-    wanted = runtime.device in ("auto",) or runtime.device.startswith("cuda")
-    shared = runtime.inference == "shared"
-    there = sum(node.gpus for node in nodes) if wanted else 0.0
-    gpus = runtime.gpus
-    if gpus is None:  # with fewer than one each, whoever chooses and the learner share
-        gpus = 0.0 if there < 1 else 0.5 if shared and there < runtime.learners + 1 else 1.0
+def memory_needs(experiment: Experiment, spec: Spec, weights: int) -> MemoryNeeds:
+    """The needs of an experiment whose network has so many bytes of weights."""
+    runtime, unroll = experiment.runtime, experiment.algo.unroll
+    replay = experiment.algo.replay_builder(runtime.streams).share(*runtime.shards_and_learners)
+    step = row_bytes(spec) + 4 * spec.num_actions
+    return MemoryNeeds(step * (unroll + 1) * runtime.envs, weights, replay.nbytes(spec, unroll))
 
-    def take(what: str, cpus: float, gpu: float, memory: int, among: list[Node]) -> Node | None:
-        """Of the nodes that have it, the one with most left."""
-        able = [n for n in among if all(h >= w - 1e-9 for h, w in zip(free[n.id], (cpus, gpu, memory), strict=True))]
-        if not able:
+
+class Resources(NamedTuple):
+    """Resources that one process reserves."""
+
+    cpus: float = 0.0
+    gpus: float = 0.0
+    memory: int = 0  # bytes
+
+    def fit_in(self, free: "Resources") -> bool:
+        return all(have >= need - 1e-9 for have, need in zip(free, self, strict=True))
+
+
+class FreeResources:
+    """Resources of every node that no process has reserved yet."""
+
+    def __init__(self, nodes: list[RayNode]) -> None:
+        self.nodes = nodes
+        self.of = {node.id: Resources(node.cpus, node.gpus, node.memory) for node in nodes}
+
+    def reserve(self, need: Resources, among: list[RayNode]) -> RayNode | None:
+        """Reserve on the candidate with most resources left; None if no candidate has enough."""
+        candidates = [node for node in among if need.fit_in(self.of[node.id])]
+        if not candidates:
             return None
-        best = max(able, key=lambda n: (free[n.id][1] if gpu else 0, *free[n.id][::2]))
-        free[best.id] = [h - w for h, w in zip(free[best.id], (cpus, gpu, memory), strict=True)]
+
+        def left(node: RayNode) -> tuple[float, ...]:
+            free = self.of[node.id]
+            return (free.gpus if need.gpus else 0.0, free.cpus, free.memory)
+
+        best = max(candidates, key=left)
+        free = self.of[best.id]
+        self.of[best.id] = Resources(free.cpus - need.cpus, free.gpus - need.gpus, free.memory - need.memory)
         return best
 
-    def must(what: str, cpus: float, gpu: float, memory: int, among: list[Node]) -> Node:
-        found = take(what, cpus, gpu, memory, among)
-        if found is None:
+    def require(self, what: str, need: Resources, among: list[RayNode]) -> RayNode:
+        node = self.reserve(need, among)
+        if node is None:
             raise UserError(
-                f"the {what} needs {cpus:g} cores, {gpu:g} GPUs and {memory / 2**30:.1f} GiB on one node; "
-                f"what there is: {_has(nodes)}"
+                f"the {what} needs {need.cpus:g} cores, {need.gpus:g} GPUs and {need.memory / 2**30:.1f} GiB "
+                f"on one node; available: {_inventory(self.nodes)}"
             )
-        return found
-
-    learners = [must("learner", runtime.learner_cpus, gpus, 0, nodes) for _ in range(runtime.learners)]
-    beside = [learners[0]] if runtime.replay_at == "learner" else nodes
-    shards = [must("replay shard", 0, 0, needs.shard, beside) for _ in range(runtime.shards)]
-    chooser, chooser_gpus = None, 0.0
-    if shared:
-        most = max(free[node.id][1] for node in nodes) if wanted else 0.0
-        chooser_gpus = min(1.0, most)
-        chooser = must("shared inference", runtime.actor_cpus, chooser_gpus, 0, nodes)
-    actors = [take("actor", runtime.actor_cpus, 0, 0, nodes) for _ in range(runtime.actors)]
-    placed = sum(node is not None for node in actors)
-    if placed < (runtime.min_actors or runtime.actors):
-        cores = sum(node.cpus for node in nodes)
-        rest = cores - runtime.learners * runtime.learner_cpus - (runtime.actor_cpus if chooser else 0)
-        less = max(rest, 0) / runtime.actors
-        raise UserError(
-            f"{runtime.actors} actors with {runtime.actor_cpus:g} cores each, beside {runtime.learners} learner with "
-            f"{runtime.learner_cpus:g}, do not fit on {cores:g} cores ({_has(nodes)}): "
-            + (f"lower --runtime.actors to {placed}, " if placed else "")
-            + (f"--runtime.actor-cpus to {int(less * 1000) / 1000:g}, " if less >= 0.001 else "")
-            + "or let them join later with --runtime.min-actors"
-        )
-    store = needs.store(runtime.actors)
-    have = sum(node.store for node in nodes)
-    if store > have:
-        raise UserError(
-            f"up to {store / 2**30:.1f} GiB of trajectories and weights may be under way, but the cluster has "
-            f"{have / 2**30:.1f} GiB of shared memory: lower --runtime.actors or --runtime.envs, "
-            "or start nodes with a larger --object-store-memory"
-        )
-    judge = max(nodes, key=lambda n: (n.id != learners[0].id, free[n.id][0]))
-    lines = _lines(nodes, runtime, needs, learners, shards, chooser, judge, actors, (gpus, chooser_gpus), store)
-    return Plan(learners, shards, judge, chooser, actors, gpus, chooser_gpus, store, lines)
+        return node
 
 
-def _has(nodes: list[Node]) -> str:
-    return "; ".join(f"{n.name}: {n.cpus:g} cores, {n.gpus:g} GPUs, {n.memory / 2**30:.1f} GiB" for n in nodes[:8]) + (
-        f" and {len(nodes) - 8} more" if len(nodes) > 8 else ""
+@dataclass(frozen=True)
+class Placement:
+    """The node of every process, and the GPUs it reserves."""
+
+    nodes: list[RayNode]
+    runtime: Ray
+    needs: MemoryNeeds
+    learners: list[RayNode]
+    shards: list[RayNode]
+    inference: RayNode | None  # the inference server's node; None: every actor runs its own policy
+    evaluator: RayNode
+    actors: list[RayNode | None]  # None: the actor waits for a node to join
+    learner_gpus: float  # of each learner
+    inference_gpus: float
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The placement as text, one line per node."""
+        found = [self._line(node) for node in self.nodes]
+        if late := self.actors.count(None):
+            found.append(f"{_count(late, 'actor')} will join when there is room")
+        need, have = self.needs.shared(self.runtime.actors), sum(node.store for node in self.nodes)
+        found.append(f"shared memory: up to {need / 2**20:,.0f} MiB of {have / 2**20:,.0f}")
+        return tuple(found)
+
+    def _line(self, node: RayNode) -> str:
+        cfg, here = self.runtime, []
+        if count := self.learners.count(node):
+            here.append(f"{_count(count, 'learner')} ({cfg.learner_cpus:g} cores, {self.learner_gpus:g} GPUs each)")
+        if count := self.shards.count(node):
+            here.append(f"{_count(count, 'replay shard')} (up to {self.needs.shard / 2**20:,.0f} MiB each)")
+        if node == self.inference:
+            here.append(f"inference server ({cfg.actor_cpus:g} cores, {self.inference_gpus:g} GPUs)")
+        if node == self.evaluator:
+            here.append("evaluator")
+        if count := self.actors.count(node):
+            here.append(f"{_count(count, 'actor')} ({cfg.actor_cpus:g} cores, {cfg.envs} environments each)")
+        return f"{node.name}: {', '.join(here) or 'nothing'}; of {node.cpus:g} cores"
+
+
+def plan(nodes: list[RayNode], runtime: Ray, needs: MemoryNeeds) -> Placement:
+    """Place learners on GPUs or else on most cores, shards beside them or where memory is, actors on all nodes.
+
+    A UserError says what would fit if the cluster is too small.
+    """
+    if not nodes:
+        raise UserError("the cluster has no node that is alive")
+    free = FreeResources(nodes)
+    use_gpus = runtime.device == "auto" or runtime.device.startswith("cuda")
+    gpus = _learner_gpus(runtime, sum(node.gpus for node in nodes) if use_gpus else 0.0)
+    learner = Resources(runtime.learner_cpus, gpus)
+    learners = [free.require("learner", learner, nodes) for _ in range(runtime.learners)]
+    candidates = [learners[0]] if runtime.replay_placement == "learner" else nodes
+    shard = Resources(memory=needs.shard)
+    shards = [free.require("replay shard", shard, candidates) for _ in range(runtime.shards)]
+    inference, inference_gpus = None, 0.0
+    if runtime.inference == "shared":
+        inference_gpus = min(1.0, max(left.gpus for left in free.of.values())) if use_gpus else 0.0
+        inference = free.require("inference server", Resources(runtime.actor_cpus, inference_gpus), nodes)
+    actors = [free.reserve(Resources(runtime.actor_cpus), nodes) for _ in range(runtime.actors)]
+    _check_actors(runtime, nodes, placed=sum(node is not None for node in actors))
+    _check_shared_memory(needs.shared(runtime.actors), sum(node.store for node in nodes))
+    evaluator = max(nodes, key=lambda node: (node.id != learners[0].id, free.of[node.id].cpus))
+    return Placement(
+        nodes, runtime, needs, learners, shards, inference, evaluator, actors, gpus, inference_gpus
+    )  # fmt: skip
+
+
+def _learner_gpus(runtime: Ray, available: float) -> float:
+    """GPUs of each learner. With fewer than one per process the learner and the inference server share one."""
+    if runtime.gpus is not None:
+        return runtime.gpus
+    if available < 1:
+        return 0.0
+    return 0.5 if runtime.inference == "shared" and available < runtime.learners + 1 else 1.0
+
+
+def _check_actors(runtime: Ray, nodes: list[RayNode], placed: int) -> None:
+    if placed >= (runtime.min_actors or runtime.actors):
+        return
+    cores = sum(node.cpus for node in nodes)
+    server = runtime.actor_cpus if runtime.inference == "shared" else 0.0
+    each = max(cores - runtime.learners * runtime.learner_cpus - server, 0) / runtime.actors
+    raise UserError(
+        f"{runtime.actors} actors with {runtime.actor_cpus:g} cores each and {_count(runtime.learners, 'learner')} "
+        f"with {runtime.learner_cpus:g} cores do not fit on {cores:g} cores ({_inventory(nodes)}): "
+        + (f"lower --runtime.actors to {placed}, " if placed else "")
+        + (f"--runtime.actor-cpus to {int(each * 1000) / 1000:g}, " if each >= 0.001 else "")
+        + "or let actors join later with --runtime.min-actors"
     )
 
 
-def _lines(
-    nodes: list[Node],
-    runtime: Ray,
-    needs: Needs,
-    learners: list[Node],
-    shards: list[Node],
-    chooser: Node | None,
-    judge: Node,
-    actors: list[Node | None],
-    gpus: tuple[float, float],
-    store: int,
-) -> tuple[str, ...]:
-    found = []
-    for node in nodes:
-        here = []
-        if count := learners.count(node):
-            here.append(f"{count} learner{'s' * (count > 1)} ({runtime.learner_cpus:g} cores, {gpus[0]:g} GPUs each)")
-        if count := shards.count(node):
-            here.append(f"{count} replay shard{'s' * (count > 1)} (up to {needs.shard / 2**20:,.0f} MiB each)")
-        if node == chooser:
-            here.append(f"inference for all ({runtime.actor_cpus:g} cores, {gpus[1]:g} GPUs)")
-        if node == judge:
-            here.append("evaluation")
-        if count := actors.count(node):
-            here.append(
-                f"{count} actor{'s' * (count > 1)} ({runtime.actor_cpus:g} cores, {runtime.envs} environments each)"
-            )
-        found.append(f"{node.name}: {', '.join(here) or 'nothing'}; of {node.cpus:g} cores")
-    if late := actors.count(None):
-        found.append(f"{late} actor{'s' * (late > 1)} will join when there is room")
-    found.append(f"shared memory: up to {store / 2**20:,.0f} MiB of {sum(n.store for n in nodes) / 2**20:,.0f}")
-    return tuple(found)
+def _check_shared_memory(need: int, have: int) -> None:
+    if need > have:
+        raise UserError(
+            f"up to {need / 2**30:.1f} GiB of trajectories and weights may be in shared memory, but the cluster has "
+            f"{have / 2**30:.1f} GiB: lower --runtime.actors or --runtime.envs, "
+            "or start nodes with a larger --object-store-memory"
+        )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def _inventory(nodes: list[RayNode]) -> str:
+    more = f" and {len(nodes) - 8} more" if len(nodes) > 8 else ""
+    return (
+        "; ".join(f"{n.name}: {n.cpus:g} cores, {n.gpus:g} GPUs, {n.memory / 2**30:.1f} GiB" for n in nodes[:8]) + more
+    )

@@ -1,4 +1,4 @@
-"""Whoever drives a cluster run may be lost too: a small process beside it starts it again, from the last checkpoint."""
+"""Supervision of the driver: a small parent process restarts a lost driver from the run's last checkpoint."""
 
 import os
 import signal
@@ -10,25 +10,25 @@ from types import FrameType
 
 from bestiary.errors import LOST
 
-WATCHED = "BESTIARY_WATCHED"  # file descriptor that closes when the process that watches over us is gone
+SUPERVISED = "BESTIARY_SUPERVISED"  # file descriptor that closes when the supervisor dies
 
 
-def watched() -> bool:
-    """Whether somebody watches over this process; then it leaves with them."""
-    line = os.environ.pop(WATCHED, None)
-    if line is None:
+def is_supervised() -> bool:
+    """Whether a supervisor started this process; then this process ends when the supervisor dies."""
+    pipe = os.environ.pop(SUPERVISED, None)
+    if pipe is None:
         return False
-    threading.Thread(target=_leave_with, args=(int(line),), daemon=True).start()
+    threading.Thread(target=_end_with_supervisor, args=(int(pipe),), daemon=True).start()
     return True
 
 
-def _leave_with(line: int) -> None:
-    os.read(line, 1)  # nobody writes: this returns when the other end is gone
+def _end_with_supervisor(pipe: int) -> None:
+    os.read(pipe, 1)  # nothing is ever written: the call returns when the other end closes
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def in_terminal() -> bool:
-    """Whether we, and so all that we start, are what a terminal sends its signals to."""
+def in_foreground() -> bool:
+    """Whether a terminal sends its signals to this process and its children."""
     try:
         with open("/dev/tty") as terminal:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
@@ -36,38 +36,41 @@ def in_terminal() -> bool:
         return False
 
 
-def supervise(args: list[str], path: Path, restarts: int, again: list[str] | None = None) -> int:
-    """Run `bestiary ARGS` in a process of its own; should it be lost, again, so often at most. Returns its last code.
+def supervise(args: list[str], path: Path, restarts: int, restart_args: list[str] | None = None) -> int:
+    """Run `bestiary ARGS` in a child process and restart it, at most `restarts` times, when it is lost.
 
-    The command, or what is to be run the other times, must be one that continues what it finds at `path`.
+    The command (or `restart_args`, if given, from the second start on) must continue the run at `path`. Returns the
+    exit code of the last child.
     """
     received: list[int] = []
     child: subprocess.Popen[bytes] | None = None
 
     def forward(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        if child is not None and not (number == signal.SIGINT and in_terminal()):  # whose Ctrl-C reaches it by itself
+        if child is not None and not (number == signal.SIGINT and in_foreground()):  # the terminal sends Ctrl-C to both
             child.send_signal(number)
 
     before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         while True:
-            theirs, ours = os.pipe()
-            environment = os.environ | {WATCHED: str(theirs)}
-            child = subprocess.Popen([sys.executable, "-m", "bestiary", *args], env=environment, pass_fds=(theirs,))
-            os.close(theirs)
+            child_end, own_end = os.pipe()
+            environment = os.environ | {SUPERVISED: str(child_end)}
+            child = subprocess.Popen([sys.executable, "-m", "bestiary", *args], env=environment, pass_fds=(child_end,))
+            os.close(child_end)
             code = child.wait()
-            os.close(ours)
+            os.close(own_end)
             if received or (code >= 0 and code != LOST):
                 return code if code >= 0 else 128 - code
-            why = "lost the learner" if code == LOST else f"was ended by {signal.Signals(-code).name}"
+            reason = "lost the learner" if code == LOST else f"was ended by {signal.Signals(-code).name}"
             if restarts == 0:
-                print(f"bestiary: {path} {why}; continue with: bestiary resume {path}", file=sys.stderr, flush=True)
+                print(f"bestiary: {path} {reason}; continue with: bestiary resume {path}", file=sys.stderr, flush=True)
                 return LOST
             restarts -= 1
-            args = again or args
+            args = restart_args or args
             left = f"{restarts} more restart{'s' * (restarts != 1)}"
-            print(f"warning: {path} {why}; it goes on from its last checkpoint ({left})", file=sys.stderr, flush=True)
+            print(
+                f"warning: {path} {reason}; restarting from the last checkpoint ({left})", file=sys.stderr, flush=True
+            )
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

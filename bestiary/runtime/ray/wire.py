@@ -1,4 +1,4 @@
-"""What travels between processes: trees of arrays, and weights as one flat one."""
+"""Message formats between processes: trees of NumPy arrays, and weights as one flat array of bytes."""
 
 from typing import Any
 
@@ -9,37 +9,39 @@ from torch import Tensor
 
 from bestiary import tree
 
+FlatWeights = NDArray[np.uint8]  # all weights of a network, concatenated
+
 
 def pack(tensors: Any) -> Any:
-    """Tensors as arrays: these are put into shared memory as they are, and read from there without a copy."""
+    """Convert tensors to arrays. Ray stores arrays in shared memory, where readers need no copy."""
     return tree.map(lambda x: x.detach().cpu().numpy(), tensors)
 
 
 def unpack(arrays: Any) -> Any:
-    """Arrays as tensors of one's own: shared memory must not be written to."""
+    """Convert arrays to tensors. The copy is needed because arrays in shared memory are read-only."""
     return tree.map(lambda x: torch.from_numpy(np.array(x)), arrays)
 
 
-class Flat:
-    """The weights of one network as bytes in a row, in the order of its state_dict."""
+class WeightsCodec:
+    """Encodes the weights of one network as bytes, in the order of its state_dict, and decodes them."""
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
-        self.like = {name: (x.dtype, x.shape, x.numel() * x.element_size()) for name, x in weights.items()}
+        self.layout = {name: (x.dtype, x.shape, x.numel() * x.element_size()) for name, x in weights.items()}
 
     @property
     def bytes(self) -> int:
-        return sum(size for _, _, size in self.like.values())
+        return sum(size for _, _, size in self.layout.values())
 
-    def pack(self, weights: dict[str, Tensor]) -> NDArray[np.uint8]:
-        parts = [weights[name].detach().cpu().contiguous().flatten() for name in self.like]
+    def encode(self, weights: dict[str, Tensor]) -> FlatWeights:
+        parts = [weights[name].detach().cpu().contiguous().flatten() for name in self.layout]
         return np.concatenate([part.numpy().view(np.uint8) for part in parts if part.numel()])
 
-    def unpack(self, flat: NDArray[np.uint8]) -> dict[str, Tensor]:
-        whole, found, at = np.array(flat), {}, 0
+    def decode(self, flat: FlatWeights) -> dict[str, Tensor]:
+        whole, weights, start = np.array(flat), {}, 0
         assert whole.size == self.bytes, "weights of another network"
-        for name, (dtype, shape, size) in self.like.items():
-            # a copy: where a number may begin depends on its kind
-            part: Any = torch.from_numpy(whole[at : at + size].copy())
-            found[name] = part.view(dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)
-            at += size
-        return found
+        for name, (dtype, shape, size) in self.layout.items():
+            # the copy restores the alignment that the dtype requires
+            part: Any = torch.from_numpy(whole[start : start + size].copy())
+            weights[name] = part.view(dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)
+            start += size
+        return weights

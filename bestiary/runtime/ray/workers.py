@@ -1,4 +1,4 @@
-"""The processes of a cluster: players, shards of the replay, a teacher and a judge. Ray is around them, not in them."""
+"""The worker processes: actors, replay shards, learners and the evaluator. These classes are plain; Ray wraps them."""
 
 import time
 from typing import Any, NamedTuple
@@ -17,24 +17,23 @@ from bestiary.config.machine import choose_device, keep_memory, set_threads
 from bestiary.config.plugins import load_file, load_plugins
 from bestiary.ops.collective import SINGLE_PROCESS
 from bestiary.runtime import Ray
-from bestiary.runtime.collective import join, meeting
+from bestiary.runtime.collective import join, rendezvous
 from bestiary.runtime.evaluation import prepare
 from bestiary.runtime.local import Means, build_learner, init_from, learn, write_back
-from bestiary.runtime.ray.aligner import Lanes
-from bestiary.runtime.ray.wire import Flat, pack, unpack
+from bestiary.runtime.ray.aligner import StreamAligner
+from bestiary.runtime.ray.wire import FlatWeights, WeightsCodec, pack, unpack
 from bestiary.seeding import ACTIONS, TRAIN, derive, substream
 from bestiary.types import Batch, Episode, Snapshot, Spec, Trajectory, Update
 
-FlatWeights = NDArray[np.uint8]
 
-
-class Order(NamedTuple):
-    """What every process is told when it starts. JSON, so that nothing but settings can be in it."""
+class WorkerSpec(NamedTuple):
+    """What every worker needs to start. The experiment is JSON, so it can hold nothing but settings."""
 
     experiment: str
-    plugins: tuple[str, ...]  # files with parts of one's own
+    plugins: tuple[str, ...]  # plugin files to import
 
-    def read(self) -> Experiment:
+    def load(self) -> Experiment:
+        """Prepare this process and return the experiment."""
         load_plugins()
         for file in self.plugins:
             load_file(file)
@@ -42,114 +41,134 @@ class Order(NamedTuple):
         return Experiment.from_json(self.experiment)
 
 
-def settings(experiment: Experiment) -> Ray:
+def ray_config(experiment: Experiment) -> Ray:
     assert isinstance(experiment.runtime, Ray)
     return experiment.runtime
 
 
-class Played(NamedTuple):
-    """What is told of a trajectory; the trajectory itself goes another way."""
+class RolloutResult(NamedTuple):
+    """The small part of a rollout's result; the trajectory itself is a second result that stays in shared memory."""
 
-    moves: int
+    steps: int  # agent steps, over all environments
     episodes: list[Episode]
-    tally: dict[str, float]
+    env_metrics: dict[str, float]
     seconds: float
 
 
-class Player:
+class ActorWorker:
     """An actor in a process of its own."""
 
     def __init__(
-        self, order: Order, number: int, life: int, resumes: int, explorer: Snapshot, chooser: Any = None
+        self,
+        worker_spec: WorkerSpec,
+        number: int,
+        restarts: int,
+        resumes: int,
+        explorer: Snapshot,
+        inference_server: Any = None,
     ) -> None:
-        """`life`: how many played in its place before; `chooser`: who chooses actions, if not the player itself."""
-        experiment = order.read()
-        runtime, algo, seed = settings(experiment), experiment.algo, experiment.seed
-        first = number == life == 0  # who is alone plays the games of the local runtime
+        """`restarts` counts the actors this one replaces; with an inference server the actor has no policy itself."""
+        experiment = worker_spec.load()
+        runtime, algo, seed = ray_config(experiment), experiment.algo, experiment.seed
+        first = number == restarts == 0  # a single actor sees the episodes of the local runtime
         usual = TRAIN if resumes == 0 else derive(TRAIN, resumes)
-        stream = usual if first else substream(TRAIN, number, life, resumes)
-        rng = derive(seed, ACTIONS, resumes) if first else derive(seed, ACTIONS, resumes, number, life)
+        stream = usual if first else substream(TRAIN, number, restarts, resumes)
+        rng = derive(seed, ACTIONS, resumes) if first else derive(seed, ACTIONS, resumes, number, restarts)
         threads = max(1, round(runtime.actor_cpus))
-        self.number = number
         self.env_batch = experiment.env.make(runtime.envs, seed, stream, threads)
         torch.get_num_threads()
         torch.set_num_threads(threads)
         agent = algo.agent(self.env_batch.spec, experiment.net, experiment.core)
-        self.flat = Flat(agent.state_dict())
+        self.codec = WeightsCodec(agent.state_dict())
         self.explorer = algo.explorer(runtime.actors * runtime.envs).part(number * runtime.envs, runtime.envs)
         self.explorer.load_state_dict(explorer)
         cpu = torch.device("cpu")
-        self.chooser = chooser
-        if chooser is None:
+        self.has_policy = inference_server is None
+        if self.has_policy:
             self.actor = Actor(self.env_batch, agent, self.explorer, algo.unroll, rng, cpu)
         else:
-            from bestiary.runtime.ray.inference import Asking
+            from bestiary.runtime.ray.inference import RemotePolicyActor
 
-            asking = Asking(self.env_batch, agent, self.explorer, algo.unroll, rng, cpu)
-            self.actor = asking.ask(chooser, (number, life))
-        self.actor.version = -1  # has no weights yet
+            remote = RemotePolicyActor(self.env_batch, agent, self.explorer, algo.unroll, rng, cpu)
+            self.actor = remote.use_server(inference_server, (number, restarts))
+        self.actor.version = -1  # no weights yet
 
-    def play(self, version: int, weights: FlatWeights) -> tuple[Played, Trajectory]:
+    def rollout(self, version: int, weights: FlatWeights) -> tuple[RolloutResult, Trajectory]:
+        """Collect one trajectory with the given weights."""
         started = time.perf_counter()
-        if self.chooser is None and version != self.actor.version:
-            self.actor.load(self.flat.unpack(weights), version)
+        if self.has_policy and version != self.actor.version:
+            self.actor.load(self.codec.decode(weights), version)
         trajectory, episodes = self.actor.unroll()
-        rows, streams = trajectory.action.shape
+        length, streams = trajectory.action.shape
         packed = pack(trajectory)
-        told = Played((rows - 1) * streams, episodes, self.env_batch.tally(), time.perf_counter() - started)
-        return told, packed
+        seconds = time.perf_counter() - started
+        return RolloutResult((length - 1) * streams, episodes, self.env_batch.tally(), seconds), packed
 
-    def explored(self) -> Snapshot:
+    def explorer_state(self) -> Snapshot:
         return self.explorer.state_dict()
 
 
-class Added(NamedTuple):
-    full: bool  # producers should wait for the learner
-    ahead: list[int]  # lanes that should wait for others
+class AddResult(NamedTuple):
+    full: bool  # whether actors should pause because learning lags behind collection
+    ahead: list[int]  # actors of the shard, by index, that should pause for slower ones
 
 
-class Shard:
-    """A replay in a process of its own, for some of the players."""
+class ShardStatus(NamedTuple):
+    full: bool  # as in AddResult
+    bytes: int
+    metrics: dict[str, float]
 
-    def __init__(self, order: Order, spec: Spec, number: int) -> None:
-        experiment = order.read()
-        runtime = settings(experiment)
-        memory = experiment.algo.agent(spec, experiment.net, experiment.core).initial_state(1)
+
+class SampleResult(NamedTuple):
+    batch: Batch | None  # None: no update is due
+    status: ShardStatus
+
+
+class ReplayShard:
+    """A replay in a process of its own, for some of the actors."""
+
+    def __init__(self, worker_spec: WorkerSpec, spec: Spec, number: int) -> None:
+        experiment = worker_spec.load()
+        runtime = ray_config(experiment)
+        initial_state = experiment.algo.agent(spec, experiment.net, experiment.core).initial_state(1)
         seed = experiment.seed if number == 0 else derive(experiment.seed, number)
         config = experiment.algo.replay_builder(runtime.streams).share(*runtime.shards_and_learners)
-        self.replay = config.build(seed, spec, memory)
+        self.replay = config.build(seed, spec, initial_state)
         self.envs = runtime.envs
-        self.lanes = Lanes(runtime.streams // runtime.envs)
+        self.aligner = StreamAligner(runtime.streams // runtime.envs)
 
-    def join(self, lane: int) -> None:
-        self.lanes.join(lane)
+    def join(self, actor: int) -> None:
+        """Expect trajectories of an actor, given by its index within this shard."""
+        self.aligner.join(actor)
 
-    def leave(self, lane: int) -> Added:
-        self.lanes.leave(lane)
-        self._pass_on()  # nobody waits for it any more
-        return self._added()
+    def leave(self, actor: int) -> AddResult:
+        """Expect no more trajectories of an actor; a trajectory that only waited for it is added."""
+        self.aligner.leave(actor)
+        self._add_aligned()
+        return self._add_result()
 
-    def add(self, lane: int, packed: Trajectory) -> Added:
+    def add(self, actor: int, packed: Trajectory) -> AddResult:
         if not self.replay.aligned:
-            self.replay.add(unpack(packed), lane * self.envs)
-        elif self.lanes.present[lane]:  # else it comes from somebody who is gone
-            self.lanes.add(lane, unpack(packed))
-            self._pass_on()
-        return self._added()
+            self.replay.add(unpack(packed), actor * self.envs)
+        elif self.aligner.present[actor]:  # else the trajectory is from an actor that was given up
+            self.aligner.add(actor, unpack(packed))
+            self._add_aligned()
+        return self._add_result()
 
-    def _added(self) -> Added:
-        return Added(self.replay.full, self.lanes.ahead())
+    def _add_result(self) -> AddResult:
+        return AddResult(self.replay.full, self.aligner.ahead())
 
-    def _pass_on(self) -> None:
-        while (t := self.lanes.take()) is not None:
+    def _add_aligned(self) -> None:
+        while (t := self.aligner.take()) is not None:
             self.replay.add(t)
 
-    def sample(self) -> "Drawn":
+    def sample(self) -> SampleResult:
         batch = self.replay.sample()
         packed = None if batch is None else pack(batch)
-        return Drawn(packed, Held(self.replay.full, self.replay.bytes, self.replay.metrics()))
+        return SampleResult(packed, ShardStatus(self.replay.full, self.replay.bytes, self.replay.metrics()))
 
     def write_back(self, keys: NDArray[Any], update: Update) -> None:
+        """Set the priorities and value targets of sampled items."""
         write_back(self.replay, unpack(keys), unpack(update))
 
     def state(self) -> Snapshot:
@@ -159,84 +178,71 @@ class Shard:
         self.replay.load_state_dict(state)
 
 
-class Held(NamedTuple):
-    """What a shard says of itself."""
+class LearnResult(NamedTuple):
+    """The result of one call of `LearnerWorker.learn`."""
 
-    full: bool  # producers should wait for the learner
-    bytes: int
+    updates: int  # since the start of the run
+    changed: bool  # whether this call made an update
     metrics: dict[str, float]
-
-
-class Drawn(NamedTuple):
-    batch: Batch | None  # None: nothing is due
-    held: Held
-
-
-class Taught(NamedTuple):
-    """What came of some time of learning."""
-
-    updates: int  # ever made
-    changed: bool  # whether some were made now
-    metrics: dict[str, float]
-    held: dict[int, Held]  # by the shards that were asked
+    status: dict[int, ShardStatus]  # of the shards that were sampled
     lost: list[int]  # shards that no longer answer
-    idle: float  # share of the time in which there was nothing to learn from
-    more: bool  # whether there may be more to learn right now, but for want of time
+    idle: float  # fraction of the time in which there was nothing to learn from
+    more: bool  # whether more updates may be due, because the time limit ended the call
 
 
-class Teacher:
-    """A learner in a process of its own. It fetches batches from the shards itself, one ahead.
+class LearnerWorker:
+    """A learner in a process of its own. It fetches batches from the replay shards itself, one ahead.
 
-    There may be several: each takes a batch, and they step as one, once each of them has one.
+    Several learners each take a batch and make one joint update, as soon as each of them has a batch.
     """
 
-    def __init__(self, order: Order, spec: Spec, rank: int = 0) -> None:
-        self.experiment = order.read()
-        self.cfg = settings(self.experiment)
+    def __init__(self, worker_spec: WorkerSpec, spec: Spec, rank: int = 0) -> None:
+        self.experiment = worker_spec.load()
+        self.cfg = ray_config(self.experiment)
         self.device = choose_device(self.cfg.device)
         set_threads(self.cfg.threads, spec)
         self.learner = build_learner(self.experiment, spec, self.device)
-        self.flat = Flat(self.learner.agent.state_dict())
-        self.ahead = 0 if self.cfg.lockstep else 1
+        self.codec = WeightsCodec(self.learner.agent.state_dict())
+        self.prefetch = 0 if self.cfg.lockstep else 1
         self.rank = rank
         self.collective = SINGLE_PROCESS
-        self.kept: tuple[int, Batch] | None = None  # a batch for which the others had none
+        self.unused: tuple[int, Batch] | None = None  # a batch for which the other learners had none
         self.shards: dict[int, Any] = {}
-        self.next = 0  # of them, which to ask
-        self.asked: list[tuple[int, Any]] = []  # batches on their way: shard, reference
+        self.next_shard = 0  # index into `shards`
+        self.requested: list[tuple[int, Any]] = []  # batches under way: shard, reference
 
-    def use(self, shards: dict[int, Any]) -> None:
-        """By their numbers."""
-        self.shards, self.asked, self.kept = shards, [], None
-        self.next = self.rank % len(shards)
+    def use_shards(self, shards: dict[int, Any]) -> None:
+        """Sample from these replay shards, given by their numbers."""
+        self.shards, self.requested, self.unused = shards, [], None
+        self.next_shard = self.rank % len(shards)
 
-    def invite(self) -> str:
-        """Where the other learners can meet this one."""
-        return meeting(ray.util.get_node_ip_address())
+    def rendezvous(self) -> str:
+        """An address on this node where the learners can form a group."""
+        return rendezvous(ray.util.get_node_ip_address())
 
-    def meet(self, at: str) -> None:
-        """From now on all go on from where the first one is, and step together."""
-        self.collective = join(self.rank, self.cfg.learners, at, self.device, self.cfg.timeout)
+    def join_group(self, address: str) -> None:
+        """Form a group with the other learners; all continue from the state of rank 0."""
+        self.collective = join(self.rank, self.cfg.learners, address, self.device, self.cfg.timeout)
         self.collective.broadcast_state(self.learner)
 
-    def learn(self, seconds: float) -> tuple[Taught, FlatWeights | None]:
-        """Until nothing is due any more or so much time has passed; weights, if they have changed."""
+    def learn(self, seconds: float) -> tuple[LearnResult, FlatWeights | None]:
+        """Update until no update is due or the time is over; returns the weights too if they have changed."""
         before, started = self.learner.updates, time.perf_counter()
-        means, held, lost = Means(), {}, []
-        # seconds of learning; answers in a row that there is nothing, some of which may be from before this lesson
-        busy, empty, nothing = 0.0, 0, len(self.shards) + len(self.asked)
+        means, status, lost = Means(), {}, []
+        # shards that had nothing, in a row; answers that were requested before this call do not count
+        busy, empty, all_empty = 0.0, 0, len(self.shards) + len(self.requested)
         while True:
-            over = time.perf_counter() - started >= seconds or bool(lost) or empty >= nothing
-            shard, batch = self.kept or ((0, None) if over else self._fetch(held, lost))
-            self.kept = None
+            over = time.perf_counter() - started >= seconds or bool(lost) or empty >= all_empty
+            shard, batch = self.unused or ((0, None) if over else self._fetch(status, lost))
+            self.unused = None
             if batch is None and not over:
                 empty += 1
                 continue
-            if not self._all_have_one(batch, over):
-                self.kept = None if batch is None else (shard, batch)
+            if not self._all_have_a_batch(batch, over):
+                self.unused = None if batch is None else (shard, batch)
                 break
             assert batch is not None
-            empty, nothing, began = 0, len(self.shards), time.perf_counter()
+            empty, all_empty, began = 0, len(self.shards), time.perf_counter()
             update = learn(self.learner, unpack(batch), self.experiment.seed, self.device)
             if update.metrics:
                 means.add(update.metrics)
@@ -245,25 +251,25 @@ class Teacher:
             busy += time.perf_counter() - began
         passed = time.perf_counter() - started
         changed, idle = self.learner.updates > before, 1 - busy / max(passed, 1e-9)
-        more = passed >= seconds and empty < nothing and not lost
-        taught = Taught(self.learner.updates, changed, means.take(), held, lost, idle, more)
-        return taught, self.weights() if changed else None
+        more = passed >= seconds and empty < all_empty and not lost
+        result = LearnResult(self.learner.updates, changed, means.take(), status, lost, idle, more)
+        return result, self.weights() if changed else None
 
-    def _all_have_one(self, batch: Batch | None, over: bool) -> bool:
+    def _all_have_a_batch(self, batch: Batch | None, over: bool) -> bool:
         if batch is not None and "survey" in batch.about:
-            return True  # what is only judged is judged alone
+            return True  # such a batch makes no joint update: each learner processes its own
         ready = batch is not None and not over
         return self.collective.all_reduce_sum(torch.tensor(float(ready))).item() == self.collective.size
 
-    def _fetch(self, held: dict[int, Held], lost: list[int]) -> tuple[int, Batch | None]:
-        """The next batch, while others are already being drawn."""
-        while len(self.asked) <= self.ahead:
-            shard = list(self.shards)[self.next]
-            self.asked.append((shard, self.shards[shard].sample.remote()))
-            self.next = (self.next + 1) % len(self.shards)
-        shard, ref = self.asked.pop(0)
+    def _fetch(self, status: dict[int, ShardStatus], lost: list[int]) -> tuple[int, Batch | None]:
+        """The next batch; the one after it is already requested."""
+        while len(self.requested) <= self.prefetch:
+            shard = list(self.shards)[self.next_shard]
+            self.requested.append((shard, self.shards[shard].sample.remote()))
+            self.next_shard = (self.next_shard + 1) % len(self.shards)
+        shard, ref = self.requested.pop(0)
         try:
-            batch, held[shard] = ray.get(ref, timeout=self.cfg.timeout)
+            batch, status[shard] = ray.get(ref, timeout=self.cfg.timeout)
         except (RayActorError, GetTimeoutError, ObjectLostError):
             lost.append(shard)
             return shard, None
@@ -273,42 +279,42 @@ class Teacher:
         if update.priorities is None and update.value_targets is None:
             return
         done = self.shards[shard].write_back.remote(np.array(keys), pack(update._replace(metrics={})))
-        if self.ahead == 0:  # in a fixed order: nothing is drawn before it is there
+        if self.prefetch == 0:  # lockstep: the next sample sees the new priorities
             ray.get(done)
 
     def weights(self) -> FlatWeights:
-        return self.flat.pack(self.learner.agent.state_dict())
+        return self.codec.encode(self.learner.agent.state_dict())
 
-    def state(self) -> tuple[Snapshot, FlatWeights]:
-        """Where everybody can read it, with or without a GPU."""
-        on_cpu = tree.map(lambda x: x.cpu() if isinstance(x, Tensor) else x, self.learner.state_dict())
-        return on_cpu, self.weights()
+    def state(self) -> Snapshot:
+        """The learner's state on the CPU, which every process can read."""
+        return tree.map(lambda x: x.cpu() if isinstance(x, Tensor) else x, self.learner.state_dict())
 
     def load(self, weights: FlatWeights, state: Snapshot) -> None:
-        self.learner.agent.load_state_dict(self.flat.unpack(weights))
+        self.learner.agent.load_state_dict(self.codec.decode(weights))
         self.learner.load_state_dict(state)
 
     def init_from(self, weights: dict[str, NDArray[Any]], learnt: Snapshot) -> None:
+        """Start from the weights and the learner state of another run."""
         init_from(self.learner, unpack(weights), learnt)
 
 
-class Judge:
-    """Plays evaluations in a process of its own."""
+class EvaluatorWorker:
+    """Runs evaluations in a process of its own."""
 
-    def __init__(self, order: Order, spec: Spec) -> None:
-        self.experiment = order.read()
+    def __init__(self, worker_spec: WorkerSpec, spec: Spec) -> None:
+        self.experiment = worker_spec.load()
         with torch.random.fork_rng(devices=[]):
             agent = self.experiment.algo.agent(spec, self.experiment.net, self.experiment.core)
-        self.flat = Flat(agent.state_dict())
-        self.beats = 0  # looks at what has been played, ever
+        self.codec = WeightsCodec(agent.state_dict())
+        self.ticks = 0
 
-    def play(self, weights: FlatWeights) -> list[Episode]:
-        def told_to_stop() -> bool:
-            self.beats += 1
-            return False
+    def evaluate(self, weights: FlatWeights) -> list[Episode]:
+        def tick() -> bool:
+            self.ticks += 1
+            return False  # do not stop
 
-        return prepare(self.experiment, self.flat.unpack(weights), torch.device("cpu"), threads=1)(told_to_stop)
+        return prepare(self.experiment, self.codec.decode(weights), torch.device("cpu"), threads=1)(tick)
 
-    def pulse(self) -> int:
-        """Something that changes while games are played, to be asked for meanwhile."""
-        return self.beats
+    def heartbeat(self) -> int:
+        """A number that grows while an evaluation makes progress; called concurrently with `evaluate`."""
+        return self.ticks

@@ -1,4 +1,4 @@
-"""Two processes with half a batch each take the step of one with the whole; what happens to one, all hear of."""
+"""Two learners with half a batch each make the update of one learner with the whole batch; failures reach both."""
 
 import contextlib
 import multiprocessing
@@ -25,15 +25,15 @@ from bestiary.config.schema import kebab
 from bestiary.errors import UserError
 from bestiary.nets.optim import Adam, AdamW
 from bestiary.ops.collective import SINGLE_PROCESS
-from bestiary.runtime.collective import Distributed, PeerLost, divide, join, meeting
+from bestiary.runtime.collective import Distributed, PeerLost, join, rendezvous
 from bestiary.runtime.local import LocalRuntime
 from bestiary.types import Batch, Spec, Update
 
-PATIENCE = 60  # seconds that a test waits for a process, busy as the machine may be
+TIMEOUT = 60  # seconds that a test waits for a process on a busy machine
 UPDATES = 5
-OF_EACH = {"q_discrepancy", "state_discrepancy"}  # metrics that are no means over moves
+PER_LEARNER = {"q_discrepancy", "state_discrepancy"}  # metrics that are not means over transitions
 
-# every algorithm as it is without memory, then with memory, then with what makes its loss another one
+# every algorithm with its defaults and without memory, then variants with memory or another loss
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     *((kebab(algo), "ff", {}) for algo in typing.get_args(AlgoConfig)),
     ("impala", "lstm", {"reduction": "mean", "grad_norm": 0.1, "optimizer": Adam(lr=1e-3)}),
@@ -46,23 +46,23 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-def told(case: tuple[str, str, dict[str, Any]]) -> Experiment:
+def experiment_of(case: tuple[str, str, dict[str, Any]]) -> Experiment:
     algo, core, changes = case
     e = experiment(algo, core)
-    size = 60 if isinstance(e.algo, Commanded) else 7  # seven are divided unevenly
+    size = 60 if isinstance(e.algo, Commanded) else 7  # seven cannot be divided evenly
     few = {"warmup": 12} if isinstance(e.algo, Commanded) else {}
     return replace(e, algo=replace(e.algo, batch_size=size, **(few | changes)))
 
 
 class Recorder(LocalRuntime):
-    """Keeps what its learner is shown."""
+    """Records the batches that its learner receives."""
 
-    def recorded(self) -> tuple[Spec, list[Batch]]:
-        seen: list[Batch] = []
+    def record_batches(self) -> tuple[Spec, list[Batch]]:
+        batches: list[Batch] = []
         update, learner = self.learner.update, self.learner
 
         def record(batch: Batch) -> Update:
-            seen.append(tree.map(torch.clone, batch))
+            batches.append(tree.map(torch.clone, batch))
             return update(batch)
 
         learner.update = record  # type: ignore
@@ -70,13 +70,13 @@ class Recorder(LocalRuntime):
             if learner.updates >= UPDATES:
                 break
         self.close()
-        precise = tree.map(lambda x: x.double() if x.is_floating_point() else x, seen)
+        precise = tree.map(lambda x: x.double() if x.is_floating_point() else x, batches)
         enough = [i for i, batch in enumerate(precise) if "survey" not in batch.about][UPDATES - 1]
         return self.spec, precise[: enough + 1]
 
 
-def fresh(e: Experiment, spec: Spec, seed: int) -> Learner:
-    """In double precision, so that what is left of a difference is no rounding."""
+def new_learner(e: Experiment, spec: Spec, seed: int) -> Learner:
+    """A new learner in double precision, so that differences are not rounding errors."""
     torch.manual_seed(seed)
     torch.set_default_dtype(torch.float64)
     try:
@@ -85,7 +85,7 @@ def fresh(e: Experiment, spec: Spec, seed: int) -> Learner:
         torch.set_default_dtype(torch.float32)
 
 
-def learnt(learner: Learner, batches: list[Batch]) -> dict[str, Any]:
+def train_on(learner: Learner, batches: list[Batch]) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
     try:
         updates = [learner.update(batch) for batch in batches]
@@ -100,50 +100,77 @@ def learnt(learner: Learner, batches: list[Batch]) -> dict[str, Any]:
 
 
 def part_of(batch: Batch, collective: Distributed, joint: bool) -> Batch | None:
-    """As if it came from a replay of this process's own."""
-    if joint and "survey" in batch.about:  # a joint critic may be shown something in one process alone
+    """This learner's part of a batch, as a replay of its own would return it."""
+    if joint and "survey" in batch.about:  # one learner alone may refresh a joint critic
         return batch if collective.rank == 0 else None
     mine = divide(batch, collective.size)[collective.rank]
     if mine.weight is None:
         return mine
-    most = mine.weight.max()  # such a replay does not know what is heaviest elsewhere
-    return mine._replace(weight=mine.weight / most, about={"heaviest": most * batch.about["heaviest"]})
+    largest = mine.weight.max()  # such a replay does not know the largest weight elsewhere
+    return mine._replace(weight=mine.weight / largest, about={"heaviest": largest * batch.about["heaviest"]})
 
 
-# -- what the processes do ---------------------------------------------------------------------------------
+def divide(batch: Batch, parts: int) -> list[Batch]:
+    """Divide a batch by its streams, as evenly as possible; every part keeps what the replay says of its contents."""
+    t = batch.trajectory
+    streams = t.action.shape[1]
+    bounds = [streams * i // parts for i in range(parts + 1)]
+
+    def columns(dim: int, part: Any, i: int) -> Any:
+        return tree.narrow(part, dim, bounds[i], bounds[i + 1] - bounds[i])
+
+    return [
+        Batch(
+            t._replace(
+                step=columns(1, t.step, i),
+                action=columns(1, t.action, i),
+                aux=columns(1, t.aux, i),
+                state=columns(0, t.state, i),
+                version=columns(0, t.version, i),
+            ),
+            columns(0, batch.keys, i),
+            columns(0, batch.weight, i),
+            columns(0, batch.reached, i),
+            batch.about,
+        )
+        for i in range(parts)
+    ]
+
+
+# -- jobs of the learner processes ---------------------------------------------------------------------------------
 
 
 def learn(collective: Distributed, case: Any, spec: Spec, batches: list[Batch]) -> dict[str, Any]:
-    learner = fresh(told(case), spec, seed=collective.rank)  # they differ at first
+    learner = new_learner(experiment_of(case), spec, seed=collective.rank)  # different initial weights
     collective.broadcast_state(learner)
     joint = isinstance(learner, CommandLearner) and learner.cfg.critic == "joint"
     mine = [part_of(batch, collective, joint) for batch in batches]
-    return learnt(learner, [batch for batch in mine if batch is not None])
+    return train_on(learner, [batch for batch in mine if batch is not None])
 
 
 def diverge(collective: Distributed, case: Any, spec: Spec, batches: list[Batch]) -> tuple[str, bool, dict[str, float]]:
-    """The last is shown something that is not a number, once."""
-    learner = fresh(told(case), spec, seed=collective.rank)
+    """The last learner receives a reward that is NaN, once."""
+    learner = new_learner(experiment_of(case), spec, seed=collective.rank)
     collective.broadcast_state(learner)
     mine = [divide(batch, collective.size)[collective.rank] for batch in batches]
     step = mine[0].trajectory.step
     bad = step._replace(reward=step.reward * (float("nan") if collective.rank else 1.0))
     before = tree.map(torch.clone, dict(learner.agent.state_dict()))
-    said = ""
+    message = ""
     try:
         learner.update(mine[0]._replace(trajectory=mine[0].trajectory._replace(step=bad)))
     except Diverged as e:
-        said = str(e)
+        message = str(e)
     intact = all(torch.equal(before[k], v) for k, v in learner.agent.state_dict().items())
-    return said, intact, learnt(learner, mine[1:2])["metrics"][0]
+    return message, intact, train_on(learner, mine[1:2])["metrics"][0]
 
 
 def lose(collective: Distributed, case: Any, spec: Spec, batches: list[Batch], how: str) -> tuple[str, float]:
-    """The last stops after two updates: it dies, or does nothing for a while."""
-    learner = fresh(told(case), spec, seed=0)
+    """The last learner dies or sleeps after two updates."""
+    learner = new_learner(experiment_of(case), spec, seed=0)
     collective.broadcast_state(learner)
     mine = [divide(batch, collective.size)[collective.rank] for batch in batches]
-    learnt(learner, mine[:2])
+    train_on(learner, mine[:2])
     if collective.rank and how == "dies":
         os._exit(1)
     if collective.rank:
@@ -154,49 +181,51 @@ def lose(collective: Distributed, case: Any, spec: Spec, batches: list[Batch], h
         learner.update(mine[2])
     except PeerLost as e:
         return str(e), time.monotonic() - began
-    return "nothing was noticed", 0.0
+    return "no error was raised", 0.0
 
 
 JOBS = {job.__name__: job for job in (learn, diverge, lose)}
 
 
-def companion(rank: int, size: int, line: Any) -> None:
-    """Does one job after the other, each in a group of its own."""
+def learner_process(rank: int, size: int, pipe: Any) -> None:
+    """Do one job after the other, each in a new group."""
     torch.set_num_threads(1)
-    line.send_bytes(pickle.dumps("ready"))
+    pipe.send_bytes(pickle.dumps("ready"))
     while True:
-        name, at, timeout, args = pickle.loads(line.recv_bytes())
-        collective = join(rank, size, at, timeout_seconds=timeout)
+        name, address, timeout, args = pickle.loads(pipe.recv_bytes())
+        collective = join(rank, size, address, timeout_seconds=timeout)
         answer = JOBS[name](collective, *args)
         collective.leave()
-        line.send_bytes(pickle.dumps(answer))
+        pipe.send_bytes(pickle.dumps(answer))
 
 
-class Pair:
+class LearnerPair:
+    """Two learner processes that wait for jobs."""
+
     def __init__(self, size: int = 2) -> None:
         context = multiprocessing.get_context("spawn")
         ends = [context.Pipe() for _ in range(size)]
-        self.lines = [here for here, _ in ends]
+        self.pipes = [own for own, _ in ends]
         self.processes = [
-            context.Process(target=companion, args=(rank, size, there), daemon=True)
-            for rank, (_, there) in enumerate(ends)
+            context.Process(target=learner_process, args=(rank, size, theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(ends)
         ]
-        for process, (_, there) in zip(self.processes, ends, strict=True):
+        for process, (_, theirs) in zip(self.processes, ends, strict=True):
             process.start()
-            there.close()
-        assert [self._answer(line) for line in self.lines] == ["ready"] * size
+            theirs.close()
+        assert [self._answer(pipe) for pipe in self.pipes] == ["ready"] * size
 
-    def do(self, name: str, *args: Any, at: str | None = None, timeout: float = PATIENCE) -> list[Any]:
-        """What each answers; None: nothing, it is gone."""
-        job = pickle.dumps((name, at or meeting(), timeout, args))
-        for line in self.lines:
-            line.send_bytes(job)
-        return [self._answer(line) for line in self.lines]
+    def do(self, name: str, *args: Any, address: str | None = None, timeout: float = TIMEOUT) -> list[Any]:
+        """The answer of each learner; None: it died."""
+        job = pickle.dumps((name, address or rendezvous(), timeout, args))
+        for pipe in self.pipes:
+            pipe.send_bytes(job)
+        return [self._answer(pipe) for pipe in self.pipes]
 
-    def _answer(self, line: Any) -> Any:
-        assert line.poll(PATIENCE), "no answer"
+    def _answer(self, pipe: Any) -> Any:
+        assert pipe.poll(TIMEOUT), "no answer"
         with contextlib.suppress(EOFError, ConnectionResetError):
-            return pickle.loads(line.recv_bytes())
+            return pickle.loads(pipe.recv_bytes())
 
     def close(self) -> None:
         for process in self.processes:
@@ -205,13 +234,13 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Pair]:
-    pair = Pair()
+def pair() -> Iterator[LearnerPair]:
+    pair = LearnerPair()
     yield pair
     pair.close()
 
 
-# -- one step of all ---------------------------------------------------------------------------------------
+# -- joint updates ---------------------------------------------------------------------------------------
 
 
 def assert_alike(a: Any, b: Any, where: str = "") -> None:
@@ -236,103 +265,103 @@ def named(case: tuple[str, str, dict[str, Any]]) -> str:
 
 
 @pytest.mark.parametrize("case", CASES, ids=named)
-def test_two_with_half_a_batch_each_learn_what_one_learns_from_the_whole(pair, case):
-    e = told(case)
-    spec, batches = Recorder(e).recorded()
-    alone = learnt(fresh(e, spec, seed=0), batches)
+def test_two_learners_make_the_update_of_one_with_the_whole_batch(pair, case):
+    e = experiment_of(case)
+    spec, batches = Recorder(e).record_batches()
+    single = train_on(new_learner(e, spec, seed=0), batches)
     first, second = pair.do("learn", case, spec, batches)
 
     assert first["weights"].keys() == second["weights"].keys()
-    assert all(torch.equal(x, second["weights"][k]) for k, x in first["weights"].items())  # to the last bit
-    assert_alike(alone["weights"], first["weights"])
+    assert all(torch.equal(x, second["weights"][k]) for k, x in first["weights"].items())  # bit for bit
+    assert_alike(single["weights"], first["weights"])
     for each in (first, second):
-        assert_alike(alone["learner"], each["learner"])
-        metrics = [m for m in alone["metrics"] if m]
+        assert_alike(single["learner"], each["learner"])
+        metrics = [m for m in single["metrics"] if m]
         assert len(metrics) == UPDATES
-        for whole, told_by_each in zip(metrics, [m for m in each["metrics"] if m], strict=True):
-            assert set(whole) == set(told_by_each)
-            assert_alike(*({k: m[k] for k in m if k not in OF_EACH} for m in (whole, told_by_each)))
-    said = [p for p in alone["sent_back"] if p is not None]
+        for whole, from_each in zip(metrics, [m for m in each["metrics"] if m], strict=True):
+            assert set(whole) == set(from_each)
+            assert_alike(*({k: m[k] for k in m if k not in PER_LEARNER} for m in (whole, from_each)))
+    expected = [p for p in single["sent_back"] if p is not None]
     parts = [[p for p in each["sent_back"] if p is not None] for each in (first, second)]
-    for whole, *halves in zip(said, *parts, strict=True):
+    for whole, *halves in zip(expected, *parts, strict=True):
         assert_alike(whole, torch.cat(halves, -1))
-    start = fresh(e, spec, seed=0).agent.state_dict()
-    assert any(not torch.allclose(x, alone["weights"][k]) for k, x in start.items())  # something was learnt
+    start = new_learner(e, spec, seed=0).agent.state_dict()
+    assert any(not torch.allclose(x, single["weights"][k]) for k, x in start.items())  # the weights changed
 
 
-def test_they_can_meet_at_a_file(pair, tmp_path):
-    spec, batches = Recorder(told(CASES[0])).recorded()
-    first, second = pair.do("learn", CASES[0], spec, batches[:1], at=f"file://{tmp_path}/here")
+def test_learners_can_form_a_group_at_a_file(pair, tmp_path):
+    spec, batches = Recorder(experiment_of(CASES[0])).record_batches()
+    first, second = pair.do("learn", CASES[0], spec, batches[:1], address=f"file://{tmp_path}/group")
     assert all(torch.equal(x, second["weights"][k]) for k, x in first["weights"].items())
 
 
-# -- when something goes wrong -----------------------------------------------------------------------------
+# -- failures -----------------------------------------------------------------------------
 
 
-def test_what_diverges_in_one_ends_the_update_of_all_and_no_more(pair):
-    spec, batches = Recorder(told(CASES[0])).recorded()
+def test_divergence_in_one_learner_cancels_the_update_of_all(pair):
+    spec, batches = Recorder(experiment_of(CASES[0])).record_batches()
     first, second = pair.do("diverge", CASES[0], spec, batches)
     assert first[0] == second[0] and "loss of nan" in first[0] and "not applied" in first[0]
-    assert first[1] and second[1]  # no weight has changed
-    assert first[2] == second[2]  # and they go on together
+    assert first[1] and second[1]  # no weight changed
+    assert first[2] == second[2]  # and both continue together
 
 
-def test_one_that_is_silent_is_not_waited_for_longer_than_was_said(pair):
-    spec, batches = Recorder(told(CASES[0])).recorded()
-    (said, seconds), _ = pair.do("lose", CASES[0], spec, batches, "sleeps", timeout=4.0)
-    assert "learner 0 of 2: another one is gone, or was silent for 4 s" in said
+def test_a_silent_learner_is_given_up_after_the_timeout(pair):
+    spec, batches = Recorder(experiment_of(CASES[0])).record_batches()
+    (message, seconds), _ = pair.do("lose", CASES[0], spec, batches, "sleeps", timeout=4.0)
+    assert "learner 0 of 2: another learner died, or did not answer for 4 s" in message
     assert 3 < seconds < 10
 
 
-def test_one_that_dies_ends_the_others_at_once():
-    spec, batches = Recorder(told(CASES[0])).recorded()
-    pair = Pair()
+def test_a_dead_learner_is_noticed_at_once():
+    spec, batches = Recorder(experiment_of(CASES[0])).record_batches()
+    pair = LearnerPair()
     try:
-        (said, seconds), nothing = pair.do("lose", CASES[0], spec, batches, "dies")
-        assert "another one is gone" in said and seconds < 10
+        (message, seconds), nothing = pair.do("lose", CASES[0], spec, batches, "dies")
+        assert "another learner died" in message and seconds < 10
         assert nothing is None
-        pair.processes[1].join(PATIENCE)
+        pair.processes[1].join(TIMEOUT)
         assert pair.processes[1].exitcode == 1
     finally:
         pair.close()
 
 
-@pytest.mark.parametrize("at", ["127.0.0.1:29400", "tcp://127.0.0.1", "http://127.0.0.1:29400", "file://"])
-def test_they_meet_at_a_port_or_a_file(at):
-    with pytest.raises(UserError, match="give tcp://host:port or file:///path"):
-        join(0, 2, at)
+@pytest.mark.parametrize("address", ["127.0.0.1:29400", "tcp://127.0.0.1", "http://127.0.0.1:29400", "file://"])
+def test_the_address_of_a_group_is_a_port_or_a_file(address):
+    with pytest.raises(UserError, match="use tcp://host:port or file:///path"):
+        join(0, 2, address)
 
 
 def test_ranks_begin_at_zero():
-    with pytest.raises(UserError, match="learner 2 is not one of 2"):
+    with pytest.raises(UserError, match="rank 2 must lie between 0 and 1 in a group of 2 learners"):
         join(2, 2, "tcp://127.0.0.1:29400")
 
 
-def test_nobody_is_waited_for_forever(tmp_path):
+def test_waiting_for_other_learners_ends_after_the_timeout(tmp_path):
     began = time.monotonic()
-    with pytest.raises(UserError, match=r"learner 0 of 2 met nobody at tcp://127\.0\.0\.1:\d+ within 1 s"):
-        join(0, 2, meeting(), timeout_seconds=1)
-    with pytest.raises(UserError, match="learner 1 of 2 met nobody"):
+    with pytest.raises(UserError, match=r"learner 0 of 2 found no group at tcp://127\.0\.0\.1:\d+ within 1 s"):
+        join(0, 2, rendezvous(), timeout_seconds=1)
+    with pytest.raises(UserError, match="learner 1 of 2 found no group"):
         join(1, 2, f"file://{tmp_path}/nobody", timeout_seconds=1)
     assert time.monotonic() - began < 20
 
 
-def test_a_port_that_is_taken_is_named():
-    at = meeting()
-    one = join(0, 1, at)
+def test_a_port_in_use_is_refused():
+    address = rendezvous()
+    one = join(0, 1, address)
     with pytest.raises(UserError, match="must be new or free"):
-        join(0, 1, at)
+        join(0, 1, address)
     one.leave()
-    with pytest.raises(PeerLost, match="has left the others"):
+    with pytest.raises(PeerLost, match="has left its group"):
         one.all_reduce_sum(torch.ones(1))
 
 
-def test_a_learner_that_knows_nothing_of_others_is_refused():
+def test_a_learner_without_a_collective_is_refused():
     class Hermit:
         pass
 
-    one = join(0, 1, meeting())
-    with pytest.raises(UserError, match="Hermit learns alone"):
+    one = join(0, 1, rendezvous())
+    with pytest.raises(UserError, match="Hermit cannot be distributed"):
         one.broadcast_state(Hermit())  # type: ignore
     one.leave()
 
@@ -340,14 +369,14 @@ def test_a_learner_that_knows_nothing_of_others_is_refused():
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_nothing_listens_beyond_loopback():
     before = listening()
-    one = join(0, 1, meeting())
+    one = join(0, 1, rendezvous())
     opened = listening() - before
     assert opened and all(address in ("0100007F", "0" * 24 + "01000000") for address, _ in opened), opened
     one.leave()
 
 
 def listening() -> set[tuple[str, str]]:
-    """(address, inode) of the sockets of this process at which others may call."""
+    """(address, inode) of the sockets on which this process listens."""
     mine = set()
     for handle in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -356,11 +385,11 @@ def listening() -> set[tuple[str, str]]:
     return {(r[1].split(":")[0], r[9]) for r in rows if r[3] == "0A" and f"socket:[{r[9]}]" in mine}
 
 
-# -- parts -------------------------------------------------------------------------------------------------
+# -- parts of a batch -------------------------------------------------------------------------------------------------
 
 
-def test_parts_of_a_batch_are_the_batch():
-    _, (batch, *_) = Recorder(told(("r2d2", "gru", {}))).recorded()
+def test_the_parts_of_a_divided_batch_add_up_to_the_batch():
+    _, (batch, *_) = Recorder(experiment_of(("r2d2", "gru", {}))).record_batches()
     parts = divide(batch, 3)
     assert [p.trajectory.action.shape[1] for p in parts] == [2, 2, 3]
     whole = Batch(
@@ -372,11 +401,9 @@ def test_parts_of_a_batch_are_the_batch():
         parts[0].about,
     )
     tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=0), whole, batch)
-    with pytest.raises(UserError, match="a batch of 7 cannot be divided among 8 learners"):
-        divide(batch, 8)
 
 
-def test_alone_nothing_is_changed():
+def test_a_single_process_changes_nothing():
     x = torch.randn(5)
     assert (
         SINGLE_PROCESS.all_reduce_sum(x) is x

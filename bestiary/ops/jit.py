@@ -1,11 +1,12 @@
 """Compiled functions whose machine code is kept, and thrown away when any code it was made from changes.
 
-Numba keeps machine code with a stamp of the file a function is in. But a function also contains what it calls, and
-that may be in another file: after an update of that one alone the old code would run on. Here the stamp covers every
-file of the package that is compiled.
+Numba stores machine code with a stamp of the file that defines a function. But the machine code also contains the
+functions and constants that it uses from other files: after a change of those files alone, the old code would still
+run. Here the stamp covers every file of the package that compiles functions, and the files that these import.
 """
 
 import hashlib
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -15,16 +16,21 @@ from numba import njit
 
 from bestiary.config.compat import extend_numba_stamp
 
+COMPILES = re.compile(r"^\s*(?:from|import) (?:numba|bestiary\.ops\.jit)\b", re.M)
+IMPORTS = re.compile(r"^\s*from bestiary\.([\w.]+) import", re.M)
+
 
 @cache
 def stamp() -> bytes:
-    """Of every source that speaks of compiling, and of the random numbers they share."""
+    """A digest of every source file that compiled functions come from, or take functions and constants from."""
     package = Path(__file__).parents[1]
+    compiling = {path: text for path in package.rglob("*.py") if COMPILES.search(text := path.read_text("utf-8"))}
+    imported = {
+        package / f"{name.replace('.', '/')}.py" for text in compiling.values() for name in IMPORTS.findall(text)
+    }
     digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        text = path.read_bytes()
-        if b"numba" in text or b"compil" in text or path.name == "seeding.py":
-            digest.update(text)
+    for path in sorted({*compiling, *filter(Path.is_file, imported)}):
+        digest.update(path.read_bytes())
     return digest.digest()
 
 

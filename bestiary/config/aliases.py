@@ -26,6 +26,12 @@ FIELDS: dict[str, dict[str, str | Removed]] = {
 # kind (of today) -> {field: {old value: new value}}, for choices that were renamed
 VALUES: dict[str, dict[str, dict[str, str]]] = {}
 
+# column of metrics.csv and key of `Update.metrics`: old name -> new name
+METRICS: dict[str, str] = {}
+
+# key of a state_dict, or a dotted prefix of keys: old name -> new name, for weights of agents in old checkpoints
+WEIGHTS: dict[str, str] = {}
+
 # nested dataclasses that old files do not have: (kind, field) -> the kind to write there
 NESTED: dict[tuple[str, str], str] = {}
 

@@ -100,14 +100,14 @@ def seconds_per_frame(experiment: Experiment) -> float:
         trajectory, _ = runtime.actor.unroll()  # the first one also compiles
         runtime.replay.add(trajectory)
         while (batch := runtime.replay.sample()) is None or not acting:
-            start = time.perf_counter()
+            began = time.perf_counter()
             trajectory, _ = runtime.actor.unroll()
-            acting = time.perf_counter() - start
+            acting = time.perf_counter() - began
             runtime.replay.add(trajectory)
         for _ in range(3):
-            start = time.perf_counter()
+            began = time.perf_counter()
             runtime.learner.update(batch)
-            learning = time.perf_counter() - start
+            learning = time.perf_counter() - began
         rows, streams = trajectory.action.shape
         algo = experiment.algo
         per_frame = getattr(algo, "ratio", 1 / (algo.batch_size * algo.unroll))

@@ -5,7 +5,7 @@
     python benchmarks/lunar_lander.py faithful   # what was published, and the public code, with the same moves as ours
     python benchmarks/lunar_lander.py collect    # runs -> benchmarks/lunar-lander/*.csv
     python benchmarks/lunar_lander.py tables     # those -> the tables in benchmarks/README.md
-    python benchmarks/lunar_lander.py draw       # ... and docs/pictures/lunar-lander.png
+    python benchmarks/lunar_lander.py draw       # ... and docs/figures/lunar-lander.png
 
 Settings were found on earlier runs, also of seeds 25 to 27, with their test games in sight: see benchmarks/README.md.
 """
@@ -30,7 +30,7 @@ from bestiary.ops.stats import bootstrap_interval
 HERE = Path(__file__).parent
 RUNS = Path("runs/lunar-lander")
 TABLES = HERE / "lunar-lander"
-PICTURE = HERE.parent / "docs" / "pictures" / "lunar-lander.png"
+PICTURE = HERE.parent / "docs" / "figures" / "lunar-lander.png"
 
 TRACKS = {"udrl": "UDRL", "udrl-sparse": "UDRL, sparse", "rcp-r": "RCP-R", "rcp-a": "RCP-A"}
 PUBLISHED = {"udrl": (140, 172), "udrl-sparse": (158, 148), "rcp-r": (218, 194), "rcp-a": (203, 139)}  # papers, code

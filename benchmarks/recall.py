@@ -3,7 +3,7 @@
     python benchmarks/recall.py tune     # learning rates, on a seed of their own
     python benchmarks/recall.py run      # with the rates chosen: 3 seeds, 3 delays; skips what is finished
     python benchmarks/recall.py collect  # runs -> benchmarks/recall/memories.csv
-    python benchmarks/recall.py draw     # memories.csv -> docs/pictures/recall-memories.png and recall-bptt.png
+    python benchmarks/recall.py draw     # memories.csv -> docs/figures/recall-memories.png and recall-bptt.png
     python benchmarks/recall.py table    # memories.csv -> the table in benchmarks/README.md
 
 All learn from the same number of updates of the same number of whole episodes. The fast-weight memories come with two
@@ -32,7 +32,7 @@ HERE = Path(__file__).parent
 RUNS = Path("runs/recall-memories")
 TABLE = HERE / "recall" / "memories.csv"
 RATES_FILE = HERE / "recall" / "rates.json"
-PICTURES = HERE.parent / "docs" / "pictures"
+PICTURES = HERE.parent / "docs" / "figures"
 
 UPDATES, BATCH, BINS = 1000, 32, 50
 DELAYS, SEEDS = (10, 30, 100), (0, 1, 2)

@@ -14,7 +14,7 @@ from bestiary.cores.base import Core
 from bestiary.nets import Net, Torso
 from bestiary.types import Spec, TimeStep
 
-EXAMPLE = Path(__file__).parent.parent / "docs" / "examples" / "leaky_core.py"
+EXAMPLE = Path(__file__).parent.parent / "examples" / "leaky_core.py"
 
 BROKEN = '''
 from dataclasses import dataclass

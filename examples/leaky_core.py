@@ -1,7 +1,7 @@
 """A memory of your own: units that leak, each at a rate it learns.
 
-bestiary doctor core docs/examples/leaky_core.py:Leaky
-bestiary train recall --plugin docs/examples/leaky_core.py core:leaky --core.units 64
+bestiary doctor core examples/leaky_core.py:Leaky
+bestiary train recall --plugin examples/leaky_core.py core:leaky --core.units 64
 """
 
 from dataclasses import dataclass

@@ -23,7 +23,6 @@ LAYERS: list[list[set[str]]] = [
             "config.suggestions",
             "config.machine",
             "config.compat",
-            "config.registration",
         }
     ],
     [{"ops"}],

@@ -15,7 +15,7 @@ from bestiary.envs import Atari
 from bestiary.nets import Net, Shallow
 from bestiary.nets.optim import Adam, RmsProp, RmsPropTf
 from bestiary.presets.memory_rl import quick_tmaze
-from bestiary.runtime import Local, Overlap
+from bestiary.runtime.config import Local, Overlap
 
 PLAIN = Shallow(hidden_size=512, num_layers=0)  # straight from the convolutions
 SMALL = Shallow(hidden_size=512)

@@ -16,7 +16,7 @@ from bestiary.envs import KeyToDoor, TMaze, VisualMatch
 from bestiary.nets import Mlp, Net, SmallCnn
 from bestiary.nets.optim import Adam
 from bestiary.presets.budgets import MEMORY_RL, QUICK
-from bestiary.runtime import Local
+from bestiary.runtime.config import Local
 
 WARMUP = 10  # episodes
 ENVS = 10  # so that the first round is the warm-up

@@ -11,7 +11,7 @@ from bestiary.cores import DeltaNet, DeltaRnn, Ff, LinearTransformer, Lstm, Recu
 from bestiary.envs import Atari
 from bestiary.nets.optim import RmsProp
 from bestiary.presets.torchbeast import FRAME_SKIP, polybeast
-from bestiary.runtime import Local
+from bestiary.runtime.config import Local
 
 # --num_actors 48 --total_steps 200000000 --learning_rate 0.0006 --entropy_cost 0.01 --batch_size 32 --unroll_length 50
 rfwp_ff = replace(

@@ -8,7 +8,7 @@ from bestiary.cores import Ff, Lstm
 from bestiary.envs import Atari, Catch, Gym, Recall, Riverraid
 from bestiary.nets import Mlp, Net, Shallow
 from bestiary.nets.optim import Adam, RmsProp
-from bestiary.runtime import Local
+from bestiary.runtime.config import Local
 
 recall = Experiment(
     env=Recall(delay=10, cues=4),  # without memory: 0.25

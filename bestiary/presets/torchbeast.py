@@ -8,7 +8,7 @@ from bestiary.cores import Ff
 from bestiary.envs import Atari
 from bestiary.nets import Net, Resnet, Shallow
 from bestiary.nets.optim import RmsProp
-from bestiary.runtime import Local
+from bestiary.runtime.config import Local
 
 FRAME_SKIP = 4
 

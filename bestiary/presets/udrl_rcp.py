@@ -14,7 +14,7 @@ from bestiary.cores import Ff
 from bestiary.envs import LunarLander
 from bestiary.nets import Mlp, Net
 from bestiary.nets.optim import Adam, AdamW
-from bestiary.runtime import Local
+from bestiary.runtime.config import Local
 
 RAW = Net(encoder=Mlp(num_layers=0), prev_action=False, prev_reward=False)  # the eight numbers as they are
 

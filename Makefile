@@ -4,16 +4,23 @@ VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS := atari,box2d,envpool,plot,ray,sweep,video,dev
 
-.PHONY: train test setup bench fmt check test-learns clean
+.PHONY: train test test-quick test-cluster test-learns setup check fmt bench clean
 
 train: setup            ## train the default job, evaluate it, say where the results are
 	$(BIN)/bestiary train tmaze
 	$(BIN)/bestiary eval runs/latest
 
-test: check             ## lint, types and the test suite
-	$(BIN)/python -m pytest -n auto --dist worksteal --durations=15 --ignore tests/test_cluster.py --ignore tests/test_cluster_jobs.py
+test: check test-quick test-cluster test-learns  ## lint, types and every test
+
+test-quick: setup       ## tests without a cluster; none trains for more than ten seconds
+	$(BIN)/python -m pytest -n auto --dist worksteal --durations=15 -m "not long" --ignore tests/test_cluster.py --ignore tests/test_cluster_jobs.py
+
+test-cluster: setup     ## tests with Ray processes, one file after the other
 	$(BIN)/python -m pytest --durations=5 tests/test_cluster.py
 	$(BIN)/python -m pytest --durations=5 tests/test_cluster_jobs.py
+
+test-learns: setup      ## the learning tests that take more than ten seconds
+	$(BIN)/python -m pytest -n auto -m long --durations=0 tests
 
 setup: $(VENV)/.setup-done
 

@@ -141,10 +141,12 @@ def test_r2d2_without_memory_stays_at_chance_on_recall(tmp_path):
     assert score(replace(R2D2, core=Ff()), tmp_path / "run") < 0.4  # chance is 0.25
 
 
+@pytest.mark.long
 def test_dqn_without_memory_improves_on_cartpole(tmp_path):
     assert score(replace(preset("cartpole-dqn"), frames=30_000), tmp_path / "run") > 100  # random play: 22
 
 
+@pytest.mark.long
 def test_impala_with_an_lstm_solves_catch(tmp_path):
     assert score(replace(preset("catch"), core=Lstm(hidden=32)), tmp_path / "run") > 0.9
 

@@ -32,6 +32,7 @@ LAYERS: list[list[set[str]]] = [
     [{"runtime.config"}],
     [{"config", "config.experiment", "config.plugins"}],
     [{"presets"}],
+    [{"training.checkpoint", "training.run"}],  # run directories on disk, from which runtimes load reference policies
     [{"runtime"}],
     [{"training"}],
     [{"analysis"}],

@@ -506,7 +506,7 @@ def test_more_than_the_cluster_has_is_refused_with_what_would_fit(settings, sent
 
 def test_what_is_wrong_with_a_part_is_told_as_it_is_told_without_a_cluster(cluster, tmp_path):
     e = tiny("recall", 1_000, address=cluster.address)
-    e = replace(e, algo=replace(e.algo, trusted=str(tmp_path / "nobody")))
+    e = replace(e, algo=replace(e.algo, reference_run=str(tmp_path / "nobody")))
     with pytest.raises(UserError, match=r"nobody is not a run: it has no experiment\.json"):
         bestiary.train(e, tmp_path / "run")
     assert not (tmp_path / "run").exists()

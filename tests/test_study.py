@@ -179,7 +179,7 @@ def test_a_run_is_counted_by_any_reward_without_training_it_again(tmp_path, caps
     )
 
 
-# -- a trusted policy -------------------------------------------------------------------------------------------
+# -- a reference policy -----------------------------------------------------------------------------------------
 
 
 def test_the_divergence_of_two_policies_is_exact():
@@ -211,51 +211,54 @@ def catch(frames: int = 320, **algo) -> Experiment:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_straying_from_a_trusted_policy_costs(tmp_path, reduction):
-    trusted = bestiary.train(catch(), tmp_path / "trusted")
+def test_divergence_from_the_reference_policy_costs(tmp_path, reduction):
+    reference = bestiary.train(catch(), tmp_path / "reference")
     free, batch = learner_and_batch(catch(reduction=reduction))
-    bound, _ = learner_and_batch(catch(reduction=reduction, trusted=str(trusted.path), trusted_cost=0.7))
+    bound, _ = learner_and_batch(catch(reduction=reduction, reference_run=str(reference.path), reference_kl_cost=0.7))
     bound.agent.load_state_dict(free.agent.state_dict())
     t = batch.trajectory
     plain, _ = free.loss(t)
     total, metrics = bound.loss(t)
     with torch.no_grad():
-        mine = free.agent(t.step, t.state)[0][:-1]
-        theirs = bound.trusted(t.step, t.state)[0][:-1]
+        logits = free.agent(t.step, t.state)[0][:-1]
+        reference_logits = bound.reference(t.step, t.state)[0][:-1]
     valid = (~t.step.is_first[1:]).float()
-    far = (kl(mine, theirs) * valid).sum()
-    torch.testing.assert_close(metrics["trusted_kl"], far / valid.sum())
-    torch.testing.assert_close(total - plain, 0.7 * (far / valid.sum() if reduction == "mean" else far))
-    assert far > 0 and not any(p.requires_grad for p in bound.trusted.parameters())
+    divergence = (kl(logits, reference_logits) * valid).sum()
+    torch.testing.assert_close(metrics["reference_kl"], divergence / valid.sum())
+    torch.testing.assert_close(total - plain, 0.7 * (divergence / valid.sum() if reduction == "mean" else divergence))
+    assert divergence > 0 and not any(p.requires_grad for p in bound.reference.parameters())
 
 
-def test_with_a_high_cost_an_agent_stays_where_the_trusted_one_is(tmp_path):
-    trusted = bestiary.train(catch(4_000), tmp_path / "trusted")
+def test_a_high_kl_cost_keeps_the_policy_close_to_the_reference(tmp_path):
+    reference = bestiary.train(catch(4_000), tmp_path / "reference")
     far = {}
     for cost in (0.0, 100.0):
-        algo = {"trusted": str(trusted.path), "trusted_cost": cost}
+        algo = {"reference_run": str(reference.path), "reference_kl_cost": cost}
         run = bestiary.train(catch(8_000, **algo), tmp_path / f"run{cost}")
         with (run.path / "metrics.csv").open() as file:
             names, *_, last = (line.strip().split(",") for line in file)
-        far[cost] = float(dict(zip(names, last, strict=True))["trusted_kl"])
+        far[cost] = float(dict(zip(names, last, strict=True))["reference_kl"])
     assert far[100.0] < 0.2 * far[0.0]
 
 
-def test_a_trusted_run_that_went_on_is_not_the_same_any_more(tmp_path):
-    trusted = bestiary.train(catch(), tmp_path / "trusted")
-    learner, _ = learner_and_batch(catch(trusted=str(trusted.path)))
+def test_a_reference_run_that_was_trained_further_is_refused_on_resume(tmp_path):
+    reference = bestiary.train(catch(), tmp_path / "reference")
+    learner, _ = learner_and_batch(catch(reference_run=str(reference.path)))
     saved = learner.state_dict()
     learner.load_state_dict(saved)
-    bestiary.train(catch(640), tmp_path / "trusted")
-    later, _ = learner_and_batch(catch(trusted=str(trusted.path)))
+    bestiary.train(catch(640), tmp_path / "reference")
+    later, _ = learner_and_batch(catch(reference_run=str(reference.path)))
+    with pytest.raises(UserError, match=r"was at 320 frames when this run began and is at 640 now"):
+        later.load_state_dict(saved)
+    saved["trusted_frames"] = saved.pop("reference_frames")  # as version 0.1 wrote it
     with pytest.raises(UserError, match=r"was at 320 frames when this run began and is at 640 now"):
         later.load_state_dict(saved)
 
 
-def test_a_trusted_run_is_one_that_can_be_followed(tmp_path):
+def test_unsuitable_reference_runs_are_refused(tmp_path):
     def refused(text: str, path, **changes):
         with pytest.raises(UserError, match=text):
-            learner_and_batch(replace(catch(trusted=str(path)), **changes))
+            learner_and_batch(replace(catch(reference_run=str(path)), **changes))
 
     base = preset("cartpole-dqn")
     short = {"frames": 400, "evaluation": Evaluation(episodes=0), "runtime": Local(envs=4, threads=1)}
@@ -266,12 +269,12 @@ def test_a_trusted_run_is_one_that_can_be_followed(tmp_path):
     five = bestiary.train(replace(catch(), env=Recall(cues=5)), tmp_path / "five")
     refused(r"chooses among 5 actions, Catch has 3", five.path)
     lstm = bestiary.train(replace(catch(), core=Lstm(hidden=4)), tmp_path / "lstm")
-    refused(r"must be a run without memory \(core:ff\) that sees as many frames as this one", lstm.path)
+    refused(r"must be a run without a recurrent core \(core:ff\) that sees as many frames as this one", lstm.path)
     refused("no-such-run", tmp_path / "no-such-run")
-    with pytest.raises(UserError, match=r"algo\.trusted-cost=-1 must be at least 0"):
-        Impala(trusted="somewhere", trusted_cost=-1)
-    with pytest.raises(UserError, match=r"name one with --algo\.trusted RUN"):
-        Impala(trusted_cost=0.5)
+    with pytest.raises(UserError, match=r"algo\.reference-kl-cost=-1 must be at least 0"):
+        Impala(reference_run="somewhere", reference_kl_cost=-1)
+    with pytest.raises(UserError, match=r"name one with --algo\.reference-run RUN"):
+        Impala(reference_kl_cost=0.5)
 
 
 # -- studies ----------------------------------------------------------------------------------------------------

@@ -1,12 +1,12 @@
 """Many actors, one learner, and importance weights for the gap between them (Espeholt et al. 2018)."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from bestiary.algos.base import Agent, apply_gradient, load_weights
+from bestiary.algos.base import Agent, apply_gradient
 from bestiary.algos.exploration import Explorer, Fixed
 from bestiary.cores.base import CoreConfig
 from bestiary.errors import UserError
@@ -18,9 +18,6 @@ from bestiary.ops.program import Program
 from bestiary.ops.returns import vtrace
 from bestiary.replay.fifo import Fifo
 from bestiary.types import Batch, Metrics, Snapshot, Spec, State, TimeStep, Trajectory, Update, transitions
-
-if TYPE_CHECKING:
-    pass
 
 
 class ImpalaAgent(Agent):
@@ -67,7 +64,12 @@ class ImpalaLearner:
         self.lr_schedule = LrSchedule(self.optimizer, total_steps if cfg.lr_decay == "linear" else None)
         self.updates = 0
         self.steps = 0  # agent steps learnt from: the clock of the learning rate
-        self.trusted, self.trusted_frames = (None, 0) if cfg.trusted is None else load_trusted(cfg.trusted, agent)
+        self.reference: ImpalaAgent | None = None
+        self.reference_frames = 0  # of training, when the reference policy's checkpoint was saved
+
+    def set_reference(self, policy: ImpalaAgent, frames: int) -> None:
+        """Set the policy of `cfg.reference_run`, which the runtime loads before the first update."""
+        self.reference, self.reference_frames = policy, frames
 
     def loss(self, t: Trajectory) -> tuple[Tensor, Metrics]:
         """Of several learners, one's part: losses and metrics add up."""
@@ -101,10 +103,11 @@ class ImpalaLearner:
         total = policy_loss + cfg.baseline_cost * baseline_loss + cfg.entropy_cost * entropy_loss
         valid = m.valid.to(value.dtype)
         about: Metrics = {}
-        if self.trusted is not None:
-            apart = kl(logits, self._trusted_logits(t))
-            total = total + (0.1 if cfg.trusted_cost is None else cfg.trusted_cost) * (weight * apart).sum()
-            about["trusted_kl"] = (valid * apart.detach()).sum() / count
+        if cfg.reference_run is not None:
+            divergence = kl(logits, self._reference_logits(t))
+            cost = 0.1 if cfg.reference_kl_cost is None else cfg.reference_kl_cost
+            total = total + cost * (weight * divergence).sum()
+            about["reference_kl"] = (valid * divergence.detach()).sum() / count
         return total, about | {
             "loss": total.detach(),
             "policy_loss": policy_loss.detach(),
@@ -116,11 +119,11 @@ class ImpalaLearner:
         }
 
     @torch.no_grad()
-    def _trusted_logits(self, t: Trajectory) -> Tensor:
-        """What the trusted policy would have done in every row; it carries frames and no other memory."""
-        assert self.trusted is not None
-        carried = len(self.trusted.initial_state(1))
-        return self.trusted(t.step, t.state[:carried])[0][:-1]
+    def _reference_logits(self, t: Trajectory) -> Tensor:
+        """The reference policy's logits at every step. Its state is the frame stack alone: it has no recurrent core."""
+        assert self.reference is not None, "set_reference has not been called"
+        leaves = len(self.reference.initial_state(1))
+        return self.reference(t.step, t.state[:leaves])[0][:-1]
 
     def update(self, batch: Batch) -> Update:
         t = batch.trajectory
@@ -139,40 +142,19 @@ class ImpalaLearner:
             "optimizer": self.optimizer.state_dict(),
             "updates": self.updates,
             "steps": self.steps,
-            "trusted_frames": self.trusted_frames,
+            "reference_frames": self.reference_frames,
         }
 
     def load_state_dict(self, state: Snapshot) -> None:
-        known = state.get("trusted_frames", self.trusted_frames)  # not in checkpoints of 0.1
-        if known != self.trusted_frames and known:
+        # checkpoints of version 0.1 have the older name or no such entry
+        known = state.get("reference_frames", state.get("trusted_frames", self.reference_frames))
+        if known != self.reference_frames and known:
             raise UserError(
-                f"algo.trusted={self.cfg.trusted} was at {known} frames when this run began and is at "
-                f"{self.trusted_frames} now: keep a copy of a run that others are to stay close to"
+                f"algo.reference-run={self.cfg.reference_run} was at {known} frames when this run began and is at "
+                f"{self.reference_frames} now: use a copy of the reference run that is not trained further"
             )
         self.optimizer.load_state_dict(state["optimizer"])
         self.updates, self.steps = state["updates"], state["steps"]
-
-
-def load_trusted(path: str, agent: ImpalaAgent) -> tuple[ImpalaAgent, int]:
-    """The policy of another run, to be stayed close to, and its age in frames; it learns nothing."""
-    from bestiary.training.run import Run  # a run knows experiments, which know algorithms
-
-    run, spec = Run(path), agent.spec
-    other, saved = run.experiment(), run.load()
-    weights = saved.weights
-    if not isinstance(other.algo, Impala):
-        raise UserError(f"algo.trusted={path} was trained by {type(other.algo).__name__}: name a run of IMPALA")
-    actions = len(weights["policy.weight"])
-    if actions != spec.num_actions:
-        raise UserError(f"algo.trusted={path} chooses among {actions} actions, {spec.name} has {spec.num_actions}")
-    trusted = other.algo.agent(spec, other.net, other.core)
-    if not trusted.torso.memoryless or other.net.frame_stack != agent.torso.net.frame_stack:
-        raise UserError(
-            f"algo.trusted={path} must be a run without memory (core:ff) that sees as many frames as this one: "
-            f"--net.frame-stack {agent.torso.net.frame_stack}"
-        )
-    load_weights(trusted, weights, f"than {path} describes")
-    return trusted.to(agent.policy.weight.device).eval().requires_grad_(False), saved.meta["frames"]
 
 
 @dataclass(frozen=True)
@@ -196,10 +178,10 @@ class Impala:
     """lambda of V-trace: below 1, what follows long after a move counts less for it, and so does that much luck"""
     reduction: Literal["sum", "mean"] = "sum"
     """of the losses over the T x B moves; sum is what IMPALA and TorchBeast do"""
-    trusted: str | None = None
-    """a run of IMPALA without memory whose policy is to be stayed close to, against reward hacking"""
-    trusted_cost: float | None = None
-    """of the divergence from it: KL(policy || trusted), averaged or summed as the other losses are; None: 0.1"""
+    reference_run: str | None = None
+    """directory of the IMPALA run (core:ff) whose policy is the reference of a KL penalty; None: no penalty"""
+    reference_kl_cost: float | None = None
+    """coefficient of KL(policy || reference policy), reduced like the other losses; 0 only logs it; None: 0.1"""
     grad_norm: float = 40.0
     lr_decay: Literal["linear", "none"] = "linear"
     """linear: to zero at the end of the frame budget"""
@@ -214,10 +196,10 @@ class Impala:
             raise UserError(f"algo.discount={self.discount} must lie in [0, 1]")
         if not 0 <= self.trace_decay <= 1:
             raise UserError(f"algo.trace-decay={self.trace_decay} must lie in [0, 1]")
-        if self.trusted_cost is not None and self.trusted is None:
-            raise UserError("algo.trusted-cost is of straying from a trusted run: name one with --algo.trusted RUN")
-        if self.trusted_cost is not None and self.trusted_cost < 0:
-            raise UserError(f"algo.trusted-cost={self.trusted_cost} must be at least 0")
+        if self.reference_kl_cost is not None and self.reference_run is None:
+            raise UserError("algo.reference-kl-cost needs a reference run: name one with --algo.reference-run RUN")
+        if self.reference_kl_cost is not None and self.reference_kl_cost < 0:
+            raise UserError(f"algo.reference-kl-cost={self.reference_kl_cost} must be at least 0")
         if self.grad_norm <= 0:
             raise UserError(f"algo.grad-norm={self.grad_norm} must be positive")
 

@@ -20,6 +20,7 @@ KINDS: dict[str, str] = {}
 # kind (of today) -> {old field: new field (dotted where it is nested now), or Removed(value)}
 FIELDS: dict[str, dict[str, str | Removed]] = {
     "evaluation": {"beside": "background"},
+    "impala": {"trusted": "reference_run", "trusted_cost": "reference_kl_cost"},
     "ray": {"patience": "timeout", "replay_at": "replay_placement"},
 }
 
@@ -27,7 +28,9 @@ FIELDS: dict[str, dict[str, str | Removed]] = {
 VALUES: dict[str, dict[str, dict[str, str]]] = {}
 
 # column of metrics.csv and key of `Update.metrics`: old name -> new name
-METRICS: dict[str, str] = {}
+METRICS: dict[str, str] = {
+    "trusted_kl": "reference_kl",
+}
 
 # key of a state_dict, or a dotted prefix of keys: old name -> new name, for weights of agents in old checkpoints
 WEIGHTS: dict[str, str] = {}

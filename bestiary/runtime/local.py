@@ -9,10 +9,12 @@ from torch import Tensor
 from bestiary import tree
 from bestiary.acting.actor import Actor
 from bestiary.algos.base import Learner, load_weights
+from bestiary.algos.impala import ImpalaLearner
 from bestiary.config.experiment import Experiment
 from bestiary.config.machine import choose_device, cores, keep_memory, set_threads
 from bestiary.replay.base import Replay
 from bestiary.runtime.evaluation import ThreadedEvaluation, prepare
+from bestiary.runtime.reference import load_reference
 from bestiary.seeding import ACTIONS, LEARNING, TRAIN, WEIGHTS, derive
 from bestiary.types import Batch, Episode, Metrics, Progress, Snapshot, Spec, Trajectory, Update
 
@@ -42,10 +44,13 @@ def reseed(seed: int, device: torch.device) -> None:
 
 
 def build_learner(experiment: Experiment, spec: Spec, device: torch.device) -> Learner:
-    """With the weights that belong to the experiment's seed."""
+    """With the weights that belong to the experiment's seed, and with the reference policy if there is one."""
     torch.manual_seed(derive(experiment.seed, WEIGHTS))
     agent = experiment.algo.agent(spec, experiment.net, experiment.core).to(device)
-    return experiment.algo.learner(agent, max(1, experiment.frames // spec.frames_per_step))
+    learner = experiment.algo.learner(agent, max(1, experiment.frames // spec.frames_per_step))
+    if isinstance(learner, ImpalaLearner):
+        load_reference(learner)
+    return learner
 
 
 def learn(learner: Learner, batch: Batch, seed: int, device: torch.device) -> Update:

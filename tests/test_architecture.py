@@ -30,7 +30,7 @@ LAYERS: list[list[set[str]]] = [
     [{"algos"}],
     [{"acting"}],
     [{"runtime.config"}],
-    [{"config", "config.experiment", "config.plugins"}],
+    [{"config", "config.experiment", "config.plugins", "config.registration"}],
     [{"presets"}],
     [{"training.checkpoint", "training.run"}],  # run directories on disk, from which runtimes load reference policies
     [{"runtime"}],

@@ -567,6 +567,6 @@ def test_a_damaged_replay_is_refused(tmp_path):
 
 
 def test_a_large_replay_is_not_saved_unasked(tmp_path, monkeypatch):
-    monkeypatch.setattr("bestiary.training.session.LITTLE", 1_000)
+    monkeypatch.setattr("bestiary.training.session.SMALL_BYTES", 1_000)
     run = bestiary.train(tiny(algo=family("algo")["dqn"](**OFF_POLICY), frames=1_000), tmp_path / "run")
     assert not (run.saved()[-1] / "replay.pt").exists()

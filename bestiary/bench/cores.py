@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bestiary.bench import medians
 from bestiary.config.machine import cores as usable_cores
-from bestiary.config.machine import keep_memory
+from bestiary.config.machine import tune_malloc
 from bestiary.cores import DeltaNet, DeltaRnn, Gpt, Gru, LinearTransformer, Lstm, RecurrentDeltaNet
 from bestiary.cores.base import Core, CoreConfig
 from bestiary.ops import fastweights
@@ -237,7 +237,7 @@ def looking_back(cfg: Settings, width: int) -> dict[str, Any]:
 
 
 def main(cfg: Settings) -> dict[str, Any]:
-    keep_memory()
+    tune_malloc()
     torch.set_num_threads(cfg.threads or usable_cores())
     width = cfg.heads * cfg.head_width
     tables = {"rules": rules, "cores": whole, "resets": starts, "gpt": looking_back}

@@ -34,13 +34,13 @@ def child(off: str, net: str, unroll: int, envs: int, threads: int | None) -> fl
     import torch
 
     from bestiary.algos.impala import ImpalaLearner
-    from bestiary.config.machine import cores, keep_memory
+    from bestiary.config.machine import cores, tune_malloc
     from bestiary.nets import Resnet, Shallow
     from bestiary.presets import preset
     from bestiary.types import Spec, TimeStep, Trajectory
 
     if off != "allocator":
-        keep_memory()
+        tune_malloc()
     torch.set_num_threads(threads or cores())
     torch.manual_seed(0)
     base = preset("impala-shallow")

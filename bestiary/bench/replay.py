@@ -14,7 +14,7 @@ from rich.table import Table
 
 from bestiary.algos import Apex
 from bestiary.bench import medians
-from bestiary.config.machine import keep_memory
+from bestiary.config.machine import tune_malloc
 from bestiary.config.schema import Count
 from bestiary.errors import UserError
 from bestiary.ops.priorities import importance
@@ -179,7 +179,7 @@ def new_table(title: str, *columns: str) -> Table:
 
 
 def main(cfg: Settings) -> dict[str, Any]:
-    keep_memory()
+    tune_malloc()
     torch.set_num_threads(1)
     console = Console(width=110)
     rates = trees(cfg)

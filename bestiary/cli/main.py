@@ -56,9 +56,9 @@ def main(argv: list[str] | None = None) -> int:
         rest = args[1:]
         ours = rest[: rest.index("--")] if "--" in rest else rest  # what follows is for a command run elsewhere
         if any(word.split("=")[0] == "--plugin" for word in ours):
-            from bestiary.config.plugins import use_plugins
+            from bestiary.config.plugins import load_plugin_flags
 
-            rest = use_plugins(ours) + rest[len(ours) :]
+            rest = load_plugin_flags(ours) + rest[len(ours) :]
         return command(rest)
     except UserError as e:  # what a user can mend, in one sentence; anything else keeps its traceback
         return fail(str(e))

@@ -1,4 +1,4 @@
-"""The machine underneath: threads, device and memory allocator, chosen instead of inherited."""
+"""The machine: memory allocator, device, CPU threads, free memory, and versions of installed packages."""
 
 import ctypes
 import os
@@ -15,10 +15,10 @@ from bestiary.types import Spec
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 
 
-def keep_memory() -> bool:
-    """Tell glibc to keep large blocks instead of handing each one back to the kernel.
+def tune_malloc() -> bool:
+    """Let glibc's malloc keep large blocks that are freed, instead of returning each of them to the kernel.
 
-    Without it a CPU learner spends much of its time in page faults. Returns whether it took effect.
+    Otherwise a CPU learner spends much of its time in page faults. Returns whether the settings took effect.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -32,6 +32,7 @@ def keep_memory() -> bool:
 
 
 def choose_device(name: str) -> torch.device:
+    """The device of a name such as cpu or cuda:1; `auto`: the accelerator if there is one, else the CPU."""
     if name == "auto":
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
@@ -44,25 +45,26 @@ def choose_device(name: str) -> torch.device:
 
 
 def cores() -> int:
+    """Number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def set_threads(asked: int | None, spec: Spec) -> int:
-    """Threads for the mathematics: as asked, else all cores for large pictures and one for small inputs.
+def set_threads(requested: int | None, spec: Spec) -> int:
+    """Set PyTorch's number of threads: as requested, else all cores for large images and one for small inputs.
 
-    Small matrices lose more to handing work between threads than they gain: four times on two cores.
+    Small matrices lose more to synchronization than they gain: they were four times slower with two threads.
     """
-    threads = asked or (cores() if spec.is_image and min(spec.obs_shape[1:]) >= 36 else 1)
-    torch.get_num_threads()  # until a thread has asked, it takes over what any other one sets
+    threads = requested or (cores() if spec.is_image and min(spec.obs_shape[1:]) >= 36 else 1)
+    torch.get_num_threads()  # until a thread has called this, it adopts the number that any other thread sets
     torch.set_num_threads(threads)
     return threads
 
 
-LITTLE = 2**30  # bytes that nobody minds, in memory or in a file
+SMALL_BYTES = 2**30  # a size, in memory or in a file, that may be used without asking
 
 
 def free_memory() -> int | None:
-    """Bytes this process can still get, in the whole machine or in its container; None: unknown here."""
+    """Bytes that this process can still allocate, limited by the machine and its container; None: unknown."""
     try:
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         free = int(lines["MemAvailable"].split()[0]) * 1024
@@ -76,7 +78,7 @@ def free_memory() -> int | None:
 
 
 def check_memory(needed: int, capacity: int) -> None:
-    """Refuse a replay that cannot fit, before anything is played."""
+    """Raise a UserError if a replay of `needed` bytes does not fit into memory."""
     free = free_memory()
     if free is not None and needed > free:
         raise UserError(
@@ -86,7 +88,7 @@ def check_memory(needed: int, capacity: int) -> None:
 
 
 def versions() -> dict[str, str]:
-    """What could change a result, from an allow-list: never the environment variables."""
+    """Versions of everything that can change a result."""
     found: dict[str, str] = {"python": platform.python_version(), "platform": platform.platform()}
     for package in ("bestiary", "torch", "numpy", "gymnasium", "ale-py", "box2d", "envpool", "tyro", "safetensors"):
         try:

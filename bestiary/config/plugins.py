@@ -1,4 +1,4 @@
-"""Parts of your own, from a file: `--plugin FILE.py` imports it, and it registers what it defines."""
+"""Plugins: `--plugin FILE.py` imports a Python file, which registers the parts that it defines."""
 
 import importlib.metadata
 import importlib.util
@@ -11,13 +11,13 @@ from bestiary.errors import UserError
 
 
 def load_plugins() -> None:
-    """Call every entry point of the group `bestiary`: installed packages register their parts there."""
+    """Call every entry point of the group `bestiary`, through which installed packages register their parts."""
     for entry in importlib.metadata.entry_points(group="bestiary"):
         entry.load()()
 
 
 def load_file(path: str) -> ModuleType:
-    """Import a Python file by its path. It runs: use only files you trust."""
+    """Import a Python file by its path. Importing executes the file, so it must be trusted."""
     file = Path(path)
     if file.suffix != ".py" or not file.is_file():
         raise UserError(f"--plugin {path}: there is no such Python file")
@@ -27,7 +27,7 @@ def load_file(path: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, file.resolve())
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look themselves up there
+    sys.modules[name] = module  # dataclasses look up their module there
     try:
         spec.loader.exec_module(module)
     except UserError:
@@ -43,44 +43,45 @@ def load_file(path: str) -> ModuleType:
     return module
 
 
-def use_plugins(args: list[str]) -> list[str]:
-    """Take every `--plugin FILE.py` out of the arguments and import the files; each must register something."""
+def load_plugin_flags(args: list[str]) -> list[str]:
+    """Import the file of every `--plugin FILE.py`, which must register something; returns the other arguments."""
     rest: list[str] = []
-    words = iter(args)
-    for word in words:
-        if word != "--plugin" and not word.startswith("--plugin="):
-            rest.append(word)
+    remaining = iter(args)
+    for argument in remaining:
+        if argument != "--plugin" and not argument.startswith("--plugin="):
+            rest.append(argument)
             continue
-        path = word.partition("=")[2] if "=" in word else next(words, "")
+        path = argument.partition("=")[2] if "=" in argument else next(remaining, "")
         if not path:
             raise UserError("--plugin needs a file, for example --plugin my_core.py")
-        before = _parts()
+        before = _registered()
         load_file(path)
-        if _parts() == before and path not in _used:
+        if _registered() == before and path not in _loaded:
             raise UserError(
                 f"{path} registers nothing: call bestiary.register(core=YourCore) or gymnasium.register in it"
             )
-        _used.add(path)
+        _loaded.add(path)
     return rest
 
 
-_used: set[str] = set()
+_loaded: set[str] = set()
 
 
-def used() -> list[str]:
-    """The files that have registered something, wherever one is."""
-    return sorted(str(Path(path).resolve()) for path in _used)
+def plugin_files() -> list[str]:
+    """Absolute paths of the files that `--plugin` has loaded, for other processes."""
+    return sorted(str(Path(path).resolve()) for path in _loaded)
 
 
-def plugin_words() -> list[str]:
-    """The same files, as words of a command."""
-    return [word for file in used() for word in ("--plugin", file)]
+def plugin_args() -> list[str]:
+    """The same files as arguments of a command."""
+    return [argument for file in plugin_files() for argument in ("--plugin", file)]
 
 
-def _parts() -> dict[str, set[str]]:
+def _registered() -> dict[str, set[str]]:
+    """Names of all registered parts and Gymnasium environments."""
     import gymnasium
 
     from bestiary.config.experiment import family
 
-    ours = {name: set(family(name)) for name in ("env", "algo", "core", "runtime")}
-    return ours | {"gymnasium": set(gymnasium.registry)}
+    parts = {name: set(family(name)) for name in ("env", "algo", "core", "runtime")}
+    return parts | {"gymnasium": set(gymnasium.registry)}

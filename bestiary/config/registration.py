@@ -1,4 +1,4 @@
-"""Our environments under their Gymnasium names, such as "bestiary/Recall-v0"."""
+"""Registration of this package's environments with Gymnasium, under names such as "bestiary/Recall-v0"."""
 
 import sys
 from functools import partial
@@ -8,7 +8,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from typing import Any
 
-NAMES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (class, its arguments)
+NAMES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (module of `bestiary.envs`:class, arguments)
     "Recall": ("recall:RecallEnv", {}),
     "Catch": ("catch:CatchEnv", {}),
     "TMazePassive": ("tmaze:TMazeEnv", {"active": False}),
@@ -19,27 +19,32 @@ NAMES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (class, its argument
 
 
 def register() -> None:
+    """Register all environments; Gymnasium must be installed."""
     import gymnasium
 
-    for name, (home, arguments) in NAMES.items():
+    for name, (location, arguments) in NAMES.items():
         gymnasium.register(
             f"bestiary/{name}-v0",
-            entry_point=partial(single, home),
-            vector_entry_point=f"bestiary.envs.{home}",
+            entry_point=partial(single_env, location),
+            vector_entry_point=f"bestiary.envs.{location}",
             kwargs=arguments,
         )
     gymnasium.register("bestiary/Riverraid-v0", entry_point="bestiary.envs.riverraid:riverraid")
 
 
-def single(home: str, **kwargs: Any) -> Any:
+def single_env(location: str, **kwargs: Any) -> Any:
+    """A single Gymnasium environment made of the vector environment class at a location."""
     from bestiary.envs.batched import SingleEnv
 
-    module, name = home.split(":")
+    module, name = location.split(":")
     return SingleEnv(getattr(import_module(f"bestiary.envs.{module}"), name)(1, **kwargs))
 
 
-class _Once(MetaPathFinder):
-    """Registers when Gymnasium is imported, and not before: `import bestiary` alone stays quick."""
+class _RegisterOnImport(MetaPathFinder):
+    """Import hook that calls `register` when Gymnasium is imported, so that `import bestiary` need not import it.
+
+    Gymnasium 1.4 no longer reads entry points of other packages.
+    """
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if fullname != "gymnasium":
@@ -58,8 +63,8 @@ class _Once(MetaPathFinder):
 
 
 def register_with_gymnasium() -> None:
-    """Now if Gymnasium is there, else as soon as it is: the order of imports does not matter."""
+    """Register the environments now if Gymnasium is imported already, else as soon as it is imported."""
     if "gymnasium" in sys.modules:
         register()
     else:
-        sys.meta_path.insert(0, _Once())
+        sys.meta_path.insert(0, _RegisterOnImport())

@@ -16,7 +16,7 @@ from typing import IO, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from bestiary.config.experiment import Experiment
 from bestiary.config.machine import cores
-from bestiary.config.plugins import plugin_words
+from bestiary.config.plugins import plugin_args
 from bestiary.errors import UserError
 from bestiary.training.run import Run
 
@@ -335,7 +335,7 @@ def hold(root: Path) -> IO[bytes]:
 
 def command(path: Path) -> list[str]:
     """What goes on with a run in a process of its own, with the parts that files registered here."""
-    return [sys.executable, "-m", "bestiary.launch.executor", str(path), *plugin_words()]
+    return [sys.executable, "-m", "bestiary.launch.executor", str(path), *plugin_args()]
 
 
 def _leave_with_the_parent() -> None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bestiary import tree
-from bestiary.config.machine import LITTLE, check_memory
+from bestiary.config.machine import SMALL_BYTES, check_memory
 from bestiary.errors import UserError
 from bestiary.ops.priorities import importance
 from bestiary.replay.base import row_bytes
@@ -225,6 +225,6 @@ class Prioritized:
             aux = 4 * spec.num_actions  # values of actions are kept with each row
             if stored is None:
                 rows = bytes_needed(self.capacity, spec, aux, (), every)
-                stored = tree.size(state) * (self.capacity // every) <= max(rows, LITTLE)
+                stored = tree.size(state) * (self.capacity // every) <= max(rows, SMALL_BYTES)
             check_memory(bytes_needed(self.capacity, spec, aux, state if stored else (), every), self.capacity)
         return PrioritizedReplay(replace(self, stored_state=bool(stored)), seed)

@@ -24,7 +24,7 @@ from bestiary.algos.exploration import Fixed
 from bestiary.algos.return_conditioned.learner import Commanded
 from bestiary.analysis.curves import unique
 from bestiary.config.extras import require
-from bestiary.config.machine import choose_device, cores, keep_memory, set_threads
+from bestiary.config.machine import choose_device, cores, set_threads, tune_malloc
 from bestiary.config.schema import encode, kebab
 from bestiary.config.suggestions import did_you_mean
 from bestiary.envs import EnvConfig
@@ -438,7 +438,7 @@ def detect(
     by_hand = None if anomalous is None else named(anomalous, paths)
     names = dict(zip([home, *paths], short_names([home, *paths]), strict=True))
     where = choose_device(device)
-    keep_memory()
+    tune_malloc()
 
     reference = Player(home, names[home], checkpoint, where)
     for path in paths:  # before anything is played; and not kept, since there may be many

@@ -1,4 +1,4 @@
-"""The loop, whole: weights go in, trajectories come out, and priorities flow back."""
+"""The local runtime: one process alternates between acting, replay and learning."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +11,7 @@ from bestiary.acting.actor import Actor
 from bestiary.algos.base import Learner, load_weights
 from bestiary.algos.impala import ImpalaLearner
 from bestiary.config.experiment import Experiment
-from bestiary.config.machine import choose_device, cores, keep_memory, set_threads
+from bestiary.config.machine import choose_device, cores, set_threads, tune_malloc
 from bestiary.replay.base import Replay
 from bestiary.runtime.evaluation import ThreadedEvaluation, prepare
 from bestiary.runtime.reference import load_reference
@@ -19,8 +19,8 @@ from bestiary.seeding import ACTIONS, LEARNING, TRAIN, WEIGHTS, derive
 from bestiary.types import Batch, Episode, Metrics, Progress, Snapshot, Spec, Trajectory, Update
 
 
-class Means:
-    """Running means of metrics, kept as tensors until someone asks."""
+class MetricMeans:
+    """Means of metrics over several updates. They stay tensors until `take`, so that a GPU need not synchronize."""
 
     def __init__(self) -> None:
         self.sums: Metrics = {}
@@ -31,20 +31,21 @@ class Means:
         self.count += 1
 
     def take(self) -> dict[str, float]:
+        """The means since the last call."""
         means = {k: (v / self.count).item() for k, v in self.sums.items()}
         self.sums, self.count = {}, 0
         return means
 
 
 def reseed(seed: int, device: torch.device) -> None:
-    """The global streams of the processor and of one device; to ask for all, as torch does, takes far longer."""
+    """Seed the global generators of the CPU and of one device; `torch.manual_seed` seeds all devices and is slower."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
 
 
 def build_learner(experiment: Experiment, spec: Spec, device: torch.device) -> Learner:
-    """With the weights that belong to the experiment's seed, and with the reference policy if there is one."""
+    """The experiment's learner. Its agent's initial weights depend on the seed; IMPALA may have a reference policy."""
     torch.manual_seed(derive(experiment.seed, WEIGHTS))
     agent = experiment.algo.agent(spec, experiment.net, experiment.core).to(device)
     learner = experiment.algo.learner(agent, max(1, experiment.frames // spec.frames_per_step))
@@ -54,12 +55,12 @@ def build_learner(experiment: Experiment, spec: Spec, device: torch.device) -> L
 
 
 def learn(learner: Learner, batch: Batch, seed: int, device: torch.device) -> Update:
-    """One update, with how old the weights were that played what it learns from."""
+    """One update. Adds the metric `policy_lag`: updates made since the weights that acted, mean over the batch."""
     lag = learner.updates - batch.trajectory.version.float().mean()
-    # dropout draws from the global stream: an address of its own makes it independent of all else
+    # dropout samples from the global generator: a seed per update makes it independent of everything else
     reseed(derive(seed, LEARNING, learner.updates), device)
     update = learner.update(tree.to_device(batch, device))
-    # without metrics nothing was learnt, only judged
+    # an update without metrics changed no weights: it only evaluated a critic
     return update._replace(metrics=update.metrics | {"policy_lag": lag}) if update.metrics else update
 
 
@@ -71,28 +72,29 @@ def write_back(replay: Replay, keys: Tensor, update: Update) -> None:
         replay.set_value_targets(keys, update.value_targets)
 
 
-def init_from(learner: Learner, weights: dict[str, Tensor], learnt: Snapshot) -> None:
-    """What another run has learnt, under this experiment's own schedules."""
+def init_from(learner: Learner, weights: dict[str, Tensor], learner_state: Snapshot) -> None:
+    """Load the weights and the learner state of another run, except its optimizer and its counters of updates."""
     load_weights(learner.agent, weights, "than this experiment's")
     fresh = {k: v for k, v in learner.state_dict().items() if k in ("optimizer", "updates", "steps")}
-    learner.load_state_dict({**learnt, **fresh})
+    learner.load_state_dict({**learner_state, **fresh})
 
 
 class LocalRuntime:
-    """Builds the parts of an experiment and runs them in a fixed order; a generator of Progress.
+    """Runs the parts of an experiment in a fixed order; a generator of Progress.
 
-    Between two Progress everything is at rest, so `state_dict` taken there continues bit for bit.
+    Nothing runs between two values of Progress, so a run that is resumed from a `state_dict` taken there equals an
+    uninterrupted one bit for bit.
     """
 
     exact_resume = True  # whether a resumed run equals an uninterrupted one
-    startup_messages: tuple[str, ...] = ()  # what a person should know before it starts
-    notes: Sequence[str] = ()  # what became known since the last Progress
-    evaluates_remotely = False  # whether evaluations are played elsewhere, so that training need not wait for them
+    startup_messages: tuple[str, ...] = ()
+    notes: Sequence[str] = ()
+    evaluates_remotely = False
 
     def __init__(self, experiment: Experiment) -> None:
         self.experiment = experiment
         runtime = experiment.runtime
-        keep_memory()
+        tune_malloc()
         self.device = choose_device(runtime.device)
         self.frames = self.steps = 0
         self.resumes = 0
@@ -100,8 +102,8 @@ class LocalRuntime:
         self.threads = set_threads(runtime.threads, self.spec)
         try:
             self.learner = build_learner(experiment, self.spec, self.device)
-            memory = self.learner.agent.initial_state(1)
-            self.replay = experiment.algo.replay_builder(runtime.envs).build(experiment.seed, self.spec, memory)
+            initial_state = self.learner.agent.initial_state(1)
+            self.replay = experiment.algo.replay_builder(runtime.envs).build(experiment.seed, self.spec, initial_state)
             self._build_actor()
         except BaseException:
             self.close()
@@ -125,22 +127,23 @@ class LocalRuntime:
             self.actor.load(self.learner.agent.state_dict(), self.learner.updates)
             trajectory, episodes = self.actor.unroll()
             self._add(trajectory)
-            means = Means()
+            means = MetricMeans()
             while (batch := self.replay.sample()) is not None:
                 self._update(batch, means)
-            yield Progress(self.frames, self.steps, self.learner.updates, episodes, self._told(means))
+            yield Progress(self.frames, self.steps, self.learner.updates, episodes, self._metrics(means))
 
-    def _told(self, means: Means) -> dict[str, float]:
-        learnt = means.take()
-        return learnt | self.replay.metrics() | self.env_batch.tally() if learnt else {}
+    def _metrics(self, means: MetricMeans) -> dict[str, float]:
+        """Metrics of a Progress; empty if there was no update."""
+        learner = means.take()
+        return learner | self.replay.metrics() | self.env_batch.tally() if learner else {}
 
     def _add(self, trajectory: Trajectory) -> None:
-        rows, streams = trajectory.action.shape
+        length, streams = trajectory.action.shape  # the last time step is the next trajectory's first
         self.replay.add(trajectory)
-        self.steps += (rows - 1) * streams
+        self.steps += (length - 1) * streams
         self.frames = self.steps * self.spec.frames_per_step
 
-    def _update(self, batch: Batch, means: Means) -> None:
+    def _update(self, batch: Batch, means: MetricMeans) -> None:
         update = learn(self.learner, batch, self.experiment.seed, self.device)
         if update.metrics:
             means.add(update.metrics)
@@ -150,8 +153,8 @@ class LocalRuntime:
     def _write_back(self, keys: Tensor, update: Update) -> None:
         write_back(self.replay, keys, update)
 
-    def init_from(self, weights: dict[str, torch.Tensor], learnt: Snapshot) -> None:
-        init_from(self.learner, weights, learnt)
+    def init_from(self, weights: dict[str, Tensor], learner_state: Snapshot) -> None:
+        init_from(self.learner, weights, learner_state)
 
     @property
     def updates(self) -> int:
@@ -159,22 +162,22 @@ class LocalRuntime:
 
     @property
     def replay_bytes(self) -> int:
-        """Bytes of what was played and is kept."""
+        """Size of the replay's contents in bytes."""
         return self.replay.bytes
 
     def evaluate(self, weights: dict[str, Tensor], stop: Callable[[], bool]) -> list[Episode]:
-        """Games of an evaluation; fewer than planned if told to stop."""
+        """Episodes of an evaluation; fewer than requested if `stop` returned True."""
         return prepare(self.experiment, weights, self.device, self.threads)(stop)
 
     def evaluate_async(self, weights: dict[str, Tensor]) -> ThreadedEvaluation:
-        """Begin an evaluation while training goes on."""
+        """Start an evaluation in a background thread."""
         return ThreadedEvaluation(self.experiment, self.frames, weights, self.device)
 
-    def weights(self) -> dict[str, torch.Tensor]:
+    def weights(self) -> dict[str, Tensor]:
         return self.learner.agent.state_dict()
 
     def state_dict(self, at_rest: bool = True, with_replay: bool = True) -> Snapshot:
-        """What a resumed run needs; when something broke mid-way, without the episodes under way and their like."""
+        """State for resuming. `at_rest=False`, after an error: without the replay and the unfinished episodes."""
         state: Snapshot = {
             "steps": self.steps,
             "resumes": self.resumes,
@@ -184,12 +187,12 @@ class LocalRuntime:
         if at_rest:
             if with_replay:
                 state["replay"] = self.replay.state_dict()
-            # what has been seen counts in new episodes too
+            # exploration statistics, such as visit counts, remain valid in new episodes
             explorer = {"explorer": self.explorer.state_dict()}
             state["actor"] = self.actor.state_dict() if self.exact_resume and self.env_batch.resumable else explorer
         return state
 
-    def load_state_dict(self, weights: dict[str, torch.Tensor], state: Snapshot) -> None:
+    def load_state_dict(self, weights: dict[str, Tensor], state: Snapshot) -> None:
         self.learner.agent.load_state_dict(weights)
         self.learner.load_state_dict(state["learner"])
         self.steps = state["steps"]
@@ -199,7 +202,7 @@ class LocalRuntime:
             self.replay.load_state_dict(state["replay"])
         if self.can_continue(state):
             self.actor.load_state_dict(state["actor"])
-        else:  # fresh episodes, on seeds not yet used
+        else:  # new episodes, with seeds not used before
             self.env_batch.close()
             self._build_env_batch()
             self._build_actor()
@@ -208,10 +211,10 @@ class LocalRuntime:
         torch.set_rng_state(state["rng"])
 
     def can_continue(self, state: Snapshot) -> bool:
-        """Whether the running episodes of a saved run can go on here: same environments, and saved at rest."""
-        row = state.get("actor", {}).get("row")
-        able = self.exact_resume and self.env_batch.resumable
-        return able and row is not None and len(row[1]) == self.env_batch.num_envs
+        """Whether the saved run's unfinished episodes can continue: saved at rest, with as many environments."""
+        last_step = state.get("actor", {}).get("row")
+        resumable = self.exact_resume and self.env_batch.resumable
+        return resumable and last_step is not None and len(last_step[1]) == self.env_batch.num_envs
 
     def close(self) -> None:
         self.env_batch.close()

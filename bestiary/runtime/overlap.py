@@ -1,4 +1,4 @@
-"""Acting and learning at the same time, in two threads that meet at the replay."""
+"""The overlapped runtime: the actor and the learner run in two threads that share the replay."""
 
 import copy
 import threading
@@ -8,22 +8,22 @@ import torch
 from torch import Tensor
 
 from bestiary.config.experiment import Experiment
-from bestiary.runtime.local import LocalRuntime, Means
+from bestiary.runtime.local import LocalRuntime, MetricMeans
 from bestiary.types import Batch, Episode, Progress, Snapshot, Update
 
 
 class OverlapRuntime(LocalRuntime):
-    """The same parts, with the actor in a thread of its own.
+    """The local runtime with the actor in a thread of its own.
 
-    The actor waits while the replay is full, the learner while it is empty: that bounds how old a
-    trajectory can become. Weights are published as a copy after each update, so an actor never sees
-    half of one. A failure in the actor is raised here, at once.
+    The actor waits while the replay is full, and the learner waits while it is empty, which bounds the policy lag.
+    Weights are published as a copy after each update, so the actor never reads weights that are being updated. An
+    error in the actor's thread is raised in the learner's thread at once.
     """
 
-    exact_resume = False  # episodes are under way in the other thread: a resumed run starts new ones
+    exact_resume = False  # the actor's thread is in the middle of a trajectory: a resumed run starts new episodes
 
     def __init__(self, experiment: Experiment) -> None:
-        self.changed = threading.Condition()  # guards the replay and what follows
+        self.changed = threading.Condition()  # guards the replay and all attributes below
         self.episodes: list[Episode] = []
         self.failure: BaseException | None = None
         self.stopping = False
@@ -32,32 +32,33 @@ class OverlapRuntime(LocalRuntime):
 
     def __iter__(self) -> Iterator[Progress]:
         self._publish()
-        self.told = self.steps  # in the last Progress
+        self.reported_steps = self.steps  # in the last Progress
         self.thread = threading.Thread(target=self._act, name="actor", daemon=True)
         self.thread.start()
         try:
-            means = Means()
+            means = MetricMeans()
             while self.frames < self.experiment.frames:
                 batch = self._sample()
                 if batch is not None:
                     self._update(batch, means)
                     self._publish()
-                if self.steps > self.told:
+                if self.steps > self.reported_steps:
                     with self.changed:
                         episodes, self.episodes = self.episodes, []
-                        self.told, frames = self.steps, self.frames
-                    yield Progress(frames, self.told, self.learner.updates, episodes, self._told(means))
+                        self.reported_steps, frames = self.steps, self.frames
+                    metrics = self._metrics(means)
+                    yield Progress(frames, self.reported_steps, self.learner.updates, episodes, metrics)
         finally:
             self._join()
 
     def _sample(self) -> Batch | None:
-        """A batch; where there is none yet, None once the actor has added something."""
+        """A batch; None if no update was due, once the actor has added another trajectory."""
         with self.changed:
             batch = self.replay.sample()
             self.changed.notify_all()
             if batch is None:
-                seen = self.steps
-                self.changed.wait_for(lambda: self.failure or self.steps > seen)
+                before = self.steps
+                self.changed.wait_for(lambda: self.failure or self.steps > before)
             if self.failure:
                 raise self.failure
             return batch
@@ -68,14 +69,14 @@ class OverlapRuntime(LocalRuntime):
 
     def state_dict(self, at_rest: bool = True, with_replay: bool = True) -> Snapshot:
         with self.changed:
-            return copy.deepcopy(super().state_dict(at_rest, with_replay))  # the actor goes on writing into the replay
+            return copy.deepcopy(super().state_dict(at_rest, with_replay))  # the actor keeps writing into the replay
 
     def _publish(self) -> None:
         weights = {k: v.detach().clone() for k, v in self.learner.agent.state_dict().items()}
         self.published = (weights, self.learner.updates)
 
     def _act(self) -> None:
-        torch.set_num_threads(max(1, self.threads // 2))  # of this thread alone
+        torch.set_num_threads(max(1, self.threads // 2))  # in this thread only
         try:
             while not self.stopping:
                 self.actor.load(*self.published)

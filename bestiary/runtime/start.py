@@ -16,11 +16,11 @@ from bestiary.types import Episode, Progress, Snapshot
 
 
 class Runtime(Protocol):
-    """What training needs of a runtime. Iterating it trains, and yields a Progress after each unroll."""
+    """The interface between training sessions and runtimes. Iterating trains and yields Progress after each unroll."""
 
     device: torch.device
     threads: int
-    frames: int  # environment frames so far
+    frames: int  # environment frames so far (agent steps times frame skip)
 
     @property
     def updates(self) -> int:
@@ -48,7 +48,7 @@ class Runtime(Protocol):
         ...
 
     def __iter__(self) -> Iterator[Progress]: ...
-    def init_from(self, weights: dict[str, Tensor], learner: Snapshot) -> None: ...
+    def init_from(self, weights: dict[str, Tensor], learner_state: Snapshot) -> None: ...
     def evaluate(self, weights: dict[str, Tensor], stop: Callable[[], bool]) -> list[Episode]: ...
     def evaluate_async(self, weights: dict[str, Tensor]) -> AsyncEvaluation: ...
     def weights(self) -> dict[str, Tensor]: ...
@@ -58,7 +58,7 @@ class Runtime(Protocol):
 
 
 def start(experiment: Experiment) -> Any:
-    """The runtime of an experiment, a `Runtime`. Settings of a plugin build theirs in a method `start(experiment)`."""
+    """Build the `Runtime` of an experiment. Settings from a plugin build theirs in a method `start(experiment)`."""
     cfg = experiment.runtime
     if type(cfg) is Local:
         from bestiary.runtime.local import LocalRuntime

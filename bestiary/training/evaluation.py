@@ -14,7 +14,7 @@ import torch
 
 from bestiary.acting.episodes import play_episodes
 from bestiary.config.experiment import Experiment
-from bestiary.config.machine import choose_device, cores, keep_memory, set_threads
+from bestiary.config.machine import choose_device, cores, set_threads, tune_malloc
 from bestiary.config.schema import differences, encode
 from bestiary.envs import Atari, EnvConfig
 from bestiary.envs.base import for_evaluation, references
@@ -139,7 +139,7 @@ def evaluate(
     experiment, changed = played_in(run.experiment(), env)
     saved = run.load(checkpoint)
     where = choose_device(device)
-    keep_memory()
+    tune_malloc()
 
     def repetition(mode: Mode, number: int) -> tuple[Spec, list[Episode]]:
         # the run's own seed, in a stream of its own: what belongs to the whole run stays the same

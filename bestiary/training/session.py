@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bestiary.config.experiment import Experiment
 from bestiary.config.extras import require
-from bestiary.config.machine import LITTLE
+from bestiary.config.machine import SMALL_BYTES
 from bestiary.config.schema import encode, kebab
 from bestiary.envs.base import advice
 from bestiary.errors import Lost, UserError
@@ -319,7 +319,7 @@ class Session:
 
     def _state(self, at_rest: bool = True) -> Snapshot:
         wanted = self.experiment.checkpoint.replay
-        with_replay = self.runtime.replay_bytes <= LITTLE if wanted is None else wanted
+        with_replay = self.runtime.replay_bytes <= SMALL_BYTES if wanted is None else wanted
         return {
             "runtime": self.runtime.state_dict(at_rest, with_replay),
             "interval": self.interval.state_dict(),

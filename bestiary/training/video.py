@@ -17,7 +17,7 @@ from bestiary.acting.episodes import EpsilonGreedyAgent, play_episodes
 from bestiary.algos.base import Agent, AgentWrapper
 from bestiary.config.experiment import Experiment
 from bestiary.config.extras import require
-from bestiary.config.machine import choose_device, cores, keep_memory, set_threads
+from bestiary.config.machine import choose_device, cores, set_threads, tune_malloc
 from bestiary.envs import EnvConfig
 from bestiary.envs.env_batch import EnvBatch
 from bestiary.errors import UserError
@@ -299,7 +299,7 @@ def video(
     saved = run.load(checkpoint)
     kind = ("" if mode == "greedy" else f"-{mode}") + protocol_name(epsilon, command, changed)
     path = Path(out) if out else run.path / f"video-{saved.meta['frames']}-seed{seed}{kind}.mp4"
-    keep_memory()
+    tune_malloc()
     where = choose_device(device)
     games = film(experiment, saved.weights, where, path, episodes, mode, seed, fps, scale, epsilon, command)
     return Filmed(path, games)

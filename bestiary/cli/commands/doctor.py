@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from bestiary.config.extras import EXTRAS, available
-from bestiary.config.machine import choose_device, cores, keep_memory, versions
+from bestiary.config.machine import choose_device, cores, tune_malloc, versions
 from bestiary.config.suggestions import did_you_mean
 from bestiary.cores.base import Core
 from bestiary.errors import UserError
@@ -47,7 +47,7 @@ def main(args: list[str]) -> int:
     say(f"  disk here    {shutil.disk_usage('.').free / 2**30:.1f} GiB free")
     if os.path.isdir("/dev/shm"):
         say(f"  /dev/shm     {shutil.disk_usage('/dev/shm').free / 2**30:.1f} GiB free")
-    say(f"  allocator    {'tuned (large blocks are kept)' if keep_memory() else 'left as it is: not glibc'}")
+    say(f"  allocator    {'tuned (large blocks are kept)' if tune_malloc() else 'left as it is: not glibc'}")
     say("[bold]extras[/bold]")
     for extra, (_, purpose) in EXTRAS.items():
         here = available(extra)

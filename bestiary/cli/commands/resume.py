@@ -8,7 +8,7 @@ import tyro
 
 from bestiary.cli.commands.train import restarts_of, run_session
 from bestiary.cli.parse import parse
-from bestiary.config.plugins import load_plugins, plugin_words
+from bestiary.config.plugins import load_plugins, plugin_args
 from bestiary.config.schema import Count
 from bestiary.runtime.ray.supervisor import supervise
 from bestiary.training.display import Lines, choose_screen
@@ -40,8 +40,8 @@ def main(args: list[str]) -> int:
     if restarts := restarts_of(experiment):
         longer = [] if chosen.frames is None else ["--frames", str(chosen.frames)]
         plain = ["--plain"] if chosen.plain else []
-        again = ["resume", str(run.path), *longer, *plain, *plugin_words()]  # from the last, whichever was named first
-        return supervise(["resume", *args, *plugin_words()], run.path, restarts, again)
+        again = ["resume", str(run.path), *longer, *plain, *plugin_args()]  # from the last, whichever was named first
+        return supervise(["resume", *args, *plugin_args()], run.path, restarts, again)
     screen = Lines() if chosen.plain else choose_screen()
     # stopped before its first checkpoint: from the beginning
     return run_session(experiment, run.path, screen, (chosen.checkpoint or "last") if begun else None)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from bestiary.cli.parse import Flat, check_parts, parse, take_place
 from bestiary.config.experiment import Experiment
-from bestiary.config.plugins import load_plugins, plugin_words
+from bestiary.config.plugins import load_plugins, plugin_args
 from bestiary.errors import UserError
 from bestiary.launch.executor import HERE, Place
 from bestiary.presets import PRESETS, preset
@@ -56,7 +56,7 @@ def main(args: list[str]) -> int:
     path = chosen.run or new_path(args[0], chosen.experiment.seed)
     if restarts := restarts_of(chosen.experiment):
         named = [] if chosen.run else ["--run", str(path)]
-        return supervise(["train", *args, *named, *plugin_words()], path, restarts)
+        return supervise(["train", *args, *named, *plugin_args()], path, restarts)
     return run_session(chosen.experiment, path, Lines() if chosen.plain else choose_screen())
 
 

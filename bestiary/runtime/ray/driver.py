@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bestiary.config.experiment import Experiment
 from bestiary.config.machine import choose_device, versions
-from bestiary.config.plugins import used
+from bestiary.config.plugins import plugin_files
 from bestiary.errors import Lost
 from bestiary.runtime import Ray
 from bestiary.runtime.ray.calls import EssentialCalls, LearnerGroup, start_all
@@ -47,8 +47,6 @@ class Events(NamedTuple):
 
 class RayRuntime:
     """Runs the parts of an experiment in processes of a Ray cluster; a generator of Progress, like every runtime."""
-
-    exact = False  # running episodes are lost with the actors, so a resumed run starts new ones
 
     def __init__(self, experiment: Experiment) -> None:
         assert isinstance(experiment.runtime, Ray)
@@ -89,7 +87,7 @@ class RayRuntime:
 
     def _start_workers(self) -> None:
         """Start all workers but the actors, which need to know how often the run was resumed."""
-        worker_spec = WorkerSpec(self.experiment.to_json(), tuple(used()))
+        worker_spec = WorkerSpec(self.experiment.to_json(), tuple(plugin_files()))
         self.factory = WorkerFactory(self.cfg, self.placement, worker_spec, self.spec)
         learners = [self.factory.learner(rank) for rank in range(self.cfg.learners)]
         self.learners = LearnerGroup(learners, self.calls)
@@ -373,8 +371,8 @@ class RayRuntime:
 
     # -- what a training session needs -----------------------------------------------------------------
 
-    def init_from(self, weights: dict[str, Tensor], learnt: Snapshot) -> None:
-        self.calls.get([self.learners.first.init_from.remote(pack(weights), learnt)])
+    def init_from(self, weights: dict[str, Tensor], learner_state: Snapshot) -> None:
+        self.calls.get([self.learners.first.init_from.remote(pack(weights), learner_state)])
 
     def weights(self) -> dict[str, Tensor]:
         return self.codec.decode(self.calls.get([self.learners.first.weights.remote()])[0])

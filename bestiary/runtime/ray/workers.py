@@ -13,13 +13,13 @@ from torch import Tensor
 from bestiary import tree
 from bestiary.acting.actor import Actor
 from bestiary.config.experiment import Experiment
-from bestiary.config.machine import choose_device, keep_memory, set_threads
+from bestiary.config.machine import choose_device, set_threads, tune_malloc
 from bestiary.config.plugins import load_file, load_plugins
 from bestiary.ops.collective import SINGLE_PROCESS
 from bestiary.runtime import Ray
 from bestiary.runtime.collective import join, rendezvous
 from bestiary.runtime.evaluation import prepare
-from bestiary.runtime.local import Means, build_learner, init_from, learn, write_back
+from bestiary.runtime.local import MetricMeans, build_learner, init_from, learn, write_back
 from bestiary.runtime.ray.aligner import StreamAligner
 from bestiary.runtime.ray.wire import FlatWeights, WeightsCodec, pack, unpack
 from bestiary.seeding import ACTIONS, TRAIN, derive, substream
@@ -37,7 +37,7 @@ class WorkerSpec(NamedTuple):
         load_plugins()
         for file in self.plugins:
             load_file(file)
-        keep_memory()
+        tune_malloc()
         return Experiment.from_json(self.experiment)
 
 
@@ -228,7 +228,7 @@ class LearnerWorker:
     def learn(self, seconds: float) -> tuple[LearnResult, FlatWeights | None]:
         """Update until no update is due or the time is over; returns the weights too if they have changed."""
         before, started = self.learner.updates, time.perf_counter()
-        means, status, lost = Means(), {}, []
+        means, status, lost = MetricMeans(), {}, []
         # shards that had nothing, in a row; answers that were requested before this call do not count
         busy, empty, all_empty = 0.0, 0, len(self.shards) + len(self.requested)
         while True:
@@ -293,9 +293,9 @@ class LearnerWorker:
         self.learner.agent.load_state_dict(self.codec.decode(weights))
         self.learner.load_state_dict(state)
 
-    def init_from(self, weights: dict[str, NDArray[Any]], learnt: Snapshot) -> None:
+    def init_from(self, weights: dict[str, NDArray[Any]], learner_state: Snapshot) -> None:
         """Start from the weights and the learner state of another run."""
-        init_from(self.learner, unpack(weights), learnt)
+        init_from(self.learner, unpack(weights), learner_state)
 
 
 class EvaluatorWorker:

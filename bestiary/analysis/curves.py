@@ -1,6 +1,5 @@
 """From runs to lines: games become bins, seeds become a mean with an interval, settings become labels."""
 
-import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -9,11 +8,13 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from bestiary.config.aliases import upgrade_metric
 from bestiary.config.experiment import Experiment
 from bestiary.config.schema import encode
 from bestiary.config.suggestions import did_you_mean
 from bestiary.errors import UserError
 from bestiary.ops.stats import iqm, stratified_bootstrap
+from bestiary.training.logs import read_table
 from bestiary.training.run import Run
 
 Clock = Literal["frames", "steps", "seconds", "updates"]
@@ -214,21 +215,16 @@ def load(path: Path, metric: Metric, x: Clock) -> Seed:
 
 
 def header(run: Run, table: str) -> list[str]:
-    path = run.path / f"{table}.csv"
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return next(csv.reader(file), [])
+    return read_table(run.path / f"{table}.csv")[0]
 
 
 def read(run: Run, table: str, column: str) -> np.ndarray:
     """[N, 2]: frames and a column, where it has a number. A row cut short by a crash is left out."""
-    columns = header(run, table)
+    columns, whole = read_table(run.path / f"{table}.csv")
+    column = upgrade_metric(column)
     rows: list[tuple[str, str]] = []
-    if columns:
-        with (run.path / f"{table}.csv").open(newline="") as file:
-            whole = [row for row in csv.reader(file) if len(row) == len(columns)][1:]
-        if whole and column not in columns:
+    if whole:
+        if column not in columns:
             name = {"evaluations": f"eval.{column}"}.get(table, column)
             raise UserError(f"{run.path} has no {name!r}: {did_you_mean(name, offered(run))}")
         frames, value = columns.index("frames"), columns.index(column)

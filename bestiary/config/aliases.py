@@ -27,13 +27,19 @@ FIELDS: dict[str, dict[str, str | Removed]] = {
 # kind (of today) -> {field: {old value: new value}}, for choices that were renamed
 VALUES: dict[str, dict[str, dict[str, str]]] = {}
 
-# column of metrics.csv and key of `Update.metrics`: old name -> new name
+# column of metrics.csv, evaluations.csv and episodes.csv, and key of `Update.metrics`: old name -> new name. A name
+# that ends in "_" stands for all names that begin with it.
 METRICS: dict[str, str] = {
     "trusted_kl": "reference_kl",
 }
 
-# key of a state_dict, or a dotted prefix of keys: old name -> new name, for weights of agents in old checkpoints
+# key of a module's state_dict, or a dotted prefix of such keys: old name -> new name. It applies to the agent's weights
+# and to the modules of the learner (target network, critic).
 WEIGHTS: dict[str, str] = {}
+
+# entry of trainer.pt, or of replay.pt under "replay", by its dotted path: old path -> new last part. Lists add nothing
+# to the path. Example: {"runtime.actor.asked": "info", "replay.moves": "transitions"}
+SNAPSHOTS: dict[str, str] = {}
 
 # nested dataclasses that old files do not have: (kind, field) -> the kind to write there
 NESTED: dict[tuple[str, str], str] = {}
@@ -63,6 +69,41 @@ def upgrade(data: dict[str, Any], where: str) -> dict[str, Any]:
             here = here.setdefault(part, {"kind": NESTED[kind, part]})
         here[last] = value
     return values
+
+
+def upgrade_metric(name: str) -> str:
+    """The name of today of a column or metric."""
+    for old, new in METRICS.items():
+        if name == old:
+            return new
+        if old.endswith("_") and name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
+
+
+def upgrade_weight(key: str) -> str:
+    """The name of today of a key of a state_dict."""
+    for old, new in WEIGHTS.items():
+        if key == old or key.startswith(f"{old}."):
+            return new + key.removeprefix(old)
+    return key
+
+
+def upgrade_snapshot(state: Any, path: str = "") -> Any:
+    """The trainer's or replay's part of a checkpoint under the names of today; `path` is where `state` lies in it."""
+    if isinstance(state, list) and state and isinstance(state[0], dict):
+        return [upgrade_snapshot(entry, path) for entry in state]
+    if not isinstance(state, dict):
+        return state
+    if path == "interval.sums":
+        return {upgrade_metric(name): value for name, value in state.items()}
+    module = path.startswith("runtime.learner.")  # perhaps a state_dict
+    upgraded: dict[Any, Any] = {}
+    for key, value in state.items():
+        inner = f"{path}.{key}".removeprefix(".")
+        new = upgrade_weight(key) if module and isinstance(key, str) else key
+        upgraded[SNAPSHOTS.get(inner, new)] = upgrade_snapshot(value, inner)
+    return upgraded
 
 
 def renamed_flag(flag: str) -> str | None:

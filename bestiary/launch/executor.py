@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Generic, NamedTuple, Protocol, Self, TypeVar
 
+from bestiary.config.aliases import upgrade_metric
 from bestiary.config.experiment import Experiment
 from bestiary.config.machine import cores
 from bestiary.config.plugins import plugin_args
@@ -294,7 +295,8 @@ def evaluations(path: Path) -> list[dict[str, float]]:
     file = path / "evaluations.csv"
     text = file.read_text() if file.exists() else ""
     whole = text[: text.rfind("\n") + 1].splitlines()
-    return [{name: float(value or "nan") for name, value in row.items()} for row in csv.DictReader(whole)]
+    rows = csv.DictReader(whole)
+    return [{upgrade_metric(name): float(value or "nan") for name, value in row.items()} for row in rows]
 
 
 def frames(path: Path) -> int:

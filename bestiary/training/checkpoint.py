@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
+from bestiary.config.aliases import upgrade_snapshot, upgrade_weight
 from bestiary.errors import UserError
 from bestiary.types import Snapshot
 
@@ -89,12 +90,15 @@ def _digest(path: Path) -> str:
 
 
 def load(path: Path) -> Checkpoint:
-    """Read a checkpoint, or say in one sentence why not. Nothing in the files can run code."""
+    """Read a checkpoint, also one of an earlier version. A file that cannot be read raises `BadCheckpoint`.
+
+    Nothing in the files can run code.
+    """
     with _readable(path):
         meta = _checked(path, WEIGHTS, TRAINER)
         weights = safetensors.torch.load_file(path / WEIGHTS)
         trainer = torch.load(path / TRAINER, weights_only=True, map_location="cpu")
-        return Checkpoint(weights, trainer, meta)
+        return Checkpoint({upgrade_weight(k): v for k, v in weights.items()}, upgrade_snapshot(trainer), meta)
 
 
 def load_replay(path: Path) -> Snapshot | None:
@@ -103,7 +107,8 @@ def load_replay(path: Path) -> Snapshot | None:
         if not (path / REPLAY).exists():
             return None
         _checked(path, REPLAY)
-        return torch.load(path / REPLAY, weights_only=True, map_location="cpu", mmap=True)
+        replay = torch.load(path / REPLAY, weights_only=True, map_location="cpu", mmap=True)
+        return upgrade_snapshot(replay, "replay")
 
 
 def _checked(path: Path, *names: str) -> dict[str, Any]:

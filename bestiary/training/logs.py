@@ -8,8 +8,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from bestiary.config.aliases import upgrade_metric
 from bestiary.config.experiment import Logs
 from bestiary.types import Episode
+
+
+def read_table(path: Path) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows of a run's CSV file, also of one that an earlier version wrote under other column names.
+
+    Rows that a crash cut short are left out; a file that does not exist has no columns.
+    """
+    if not path.exists():
+        return [], []
+    with path.open(newline="") as file:
+        reader = csv.reader(file)
+        columns = [upgrade_metric(name) for name in next(reader, [])]
+        return columns, [row for row in reader if len(row) == len(columns)]
 
 
 class Table:
@@ -19,10 +33,9 @@ class Table:
         self.path = path
         rows: list[dict[str, str]] = []
         if path.exists() and keep_frames is not None:
-            with path.open(newline="") as file:
-                reader = csv.DictReader(file)
-                columns = list(reader.fieldnames or []) or columns
-                rows = [row for row in reader if _frames(row) <= keep_frames]
+            found, lines = read_table(path)
+            rows = [row for line in lines if _frames(row := dict(zip(found, line, strict=True))) <= keep_frames]
+            columns = found or columns
         self.columns = columns
         aside = path.with_suffix(".writing")
         with aside.open("w", newline="") as file:

@@ -1,15 +1,15 @@
 """Which memory remembers how far: every memory on Recall with delays of 10, 30 and 100, three seeds.
 
-    python benchmarks/recall.py tune     # learning rates, on a seed of their own
-    python benchmarks/recall.py run      # with the rates chosen: 3 seeds, 3 delays; skips what is finished
+    python benchmarks/recall.py tune     # choose the learning rates on a tuning seed
+    python benchmarks/recall.py run      # train with the chosen rates: 3 seeds, 3 delays; skips finished runs
     python benchmarks/recall.py collect  # runs -> benchmarks/recall/memories.csv
-    python benchmarks/recall.py draw     # memories.csv -> docs/figures/recall-memories.png and recall-bptt.png
+    python benchmarks/recall.py plot     # memories.csv -> docs/figures/recall-memories.png and recall-bptt.png
     python benchmarks/recall.py table    # memories.csv -> the table in benchmarks/README.md
 
-All learn from the same number of updates of the same number of whole episodes. The fast-weight memories come with two
-kinds of keys: L2-normalised SiLU (with eager writing, beta's bias at 2) and, under `-published`, those of their paper.
-`-bptt1` lets no gradient flow through the fast weights, as the published code did; everything else is the
-same, and its learning rate is chosen in the same way.
+Every memory learns from the same number of updates of the same number of whole episodes. The fast-weight memories are
+trained with two kinds of keys: L2-normalised SiLU (with a high initial write strength: the bias of beta is 2) and, as
+`-published`, the keys of their paper. The `-bptt1` variants let no gradient flow through the fast weights, as the
+published code did; everything else is the same, and their learning rates are chosen in the same way.
 """
 
 import argparse
@@ -32,7 +32,7 @@ HERE = Path(__file__).parent
 RUNS = Path("runs/recall-memories")
 TABLE = HERE / "recall" / "memories.csv"
 RATES_FILE = HERE / "recall" / "rates.json"
-PICTURES = HERE.parent / "docs" / "figures"
+FIGURES = HERE.parent / "docs" / "figures"
 
 UPDATES, BATCH, BINS = 1000, 32, 50
 DELAYS, SEEDS = (10, 30, 100), (0, 1, 2)
@@ -48,7 +48,7 @@ VARIANTS = [*LABELS, *(f"{name}-{how}" for how in ("bptt1", "published", "publis
 
 
 def core(variant: str, delay: int) -> list[str]:
-    """The flags of a memory about 64 units wide that has room for the whole episode."""
+    """The flags of a memory about 64 units wide that can hold the whole episode."""
     if variant == "ff":
         return ["core:ff"]
     if variant in ("lstm", "gru"):
@@ -66,16 +66,16 @@ def core(variant: str, delay: int) -> list[str]:
 
 
 def delays(variant: str) -> tuple[int, ...]:
-    """What the gradient through memory is worth shows at the shorter two."""
+    """All delays for the memories themselves; the variants are trained at the shorter two only."""
     return DELAYS if variant in LABELS else DELAYS[:2]
 
 
-def tried(variant: str) -> tuple[float, ...]:
-    """Learning rates; gated memories want larger ones."""
+def candidate_rates(variant: str) -> tuple[float, ...]:
+    """Learning rates to choose from; LSTM and GRU need larger ones."""
     return (1e-3, 2e-3, 5e-3, 1e-2) if variant in ("lstm", "gru") else (5e-4, 1e-3, 2e-3, 5e-3)
 
 
-def folder(variant: str, delay: int, rate: float, seed: int) -> Path:
+def run_directory(variant: str, delay: int, rate: float, seed: int) -> Path:
     return RUNS / f"{variant}-delay{delay}-lr{rate:g}-seed{seed}"
 
 
@@ -84,7 +84,7 @@ def frames(delay: int) -> int:
 
 
 def train(variant: str, delay: int, rate: float, seed: int) -> None:
-    run = folder(variant, delay, rate, seed)
+    run = run_directory(variant, delay, rate, seed)
     if finished(run, delay):
         return
     flags = ["--run", str(run), "--seed", str(seed), "--env.delay", str(delay), "--algo.unroll", str(delay + 1)]
@@ -99,14 +99,14 @@ def train(variant: str, delay: int, rate: float, seed: int) -> None:
 
 
 def finished(run: Path, delay: int) -> bool:
-    """The evaluation after the last update is there."""
+    """True when the evaluation after the last update exists."""
     path = run / "evaluations.csv"
     rows = path.read_text().split() if path.exists() else []
     return len(rows) > 1 and int(rows[-1].split(",")[0]) >= frames(delay)
 
 
 def curve(run: Path, delay: int) -> np.ndarray:
-    """Share of right answers while training, in BINS equal parts of the budget."""
+    """Accuracy during training, in BINS equal parts of the budget."""
     sums, counts = np.zeros(BINS), np.zeros(BINS)
     with (run / "episodes.csv").open() as file:
         for row in csv.DictReader(file):
@@ -117,9 +117,10 @@ def curve(run: Path, delay: int) -> np.ndarray:
 
 
 def best_rate(variant: str) -> float:
-    """The one with most right answers over all of training, on the tuning seed."""
+    """The learning rate with the highest accuracy over all of training, on the tuning seed."""
     return max(
-        tried(variant), key=lambda r: sum(curve(folder(variant, d, r, TUNING_SEED), d).mean() for d in TUNING_DELAYS)
+        candidate_rates(variant),
+        key=lambda r: sum(curve(run_directory(variant, d, r, TUNING_SEED), d).mean() for d in TUNING_DELAYS),
     )
 
 
@@ -134,7 +135,7 @@ def collect() -> None:
         for variant, rate in rates().items():
             for delay in delays(variant):
                 for seed in SEEDS:
-                    for b, score in enumerate(curve(folder(variant, delay, rate, seed), delay)):
+                    for b, score in enumerate(curve(run_directory(variant, delay, rate, seed), delay)):
                         at = (b + 1) * frames(delay) // BINS
                         write.writerow([variant, delay, seed, f"{rate:g}", at, f"{score:.4f}"])
 
@@ -151,7 +152,7 @@ def read() -> Scores:
 
 
 def table() -> None:
-    """Right answers in the last tenth of training, seed by seed, and (in brackets) over all of it."""
+    """Accuracy in the last tenth of training, seed by seed, and (in brackets) over all of training."""
     curves, last = read(), BINS // 10
     print(
         "| memory | learning rate | "
@@ -169,7 +170,7 @@ def table() -> None:
         print(f"| {variant} | {rate:g} | " + " | ".join(cells) + " |")
 
 
-def draw() -> None:
+def plot() -> None:
     curves = read()
 
     def line(axes: plt.Axes, variant: str, delay: int, label: str, **style: object) -> None:
@@ -191,12 +192,12 @@ def draw() -> None:
             line(ax, variant, delay, LABELS[variant], color=COLOURS[variant])
         ax.set_title(f"delay {delay}", loc="left", fontsize=11)
         ax.set_xlabel("frames (millions)")
-    axes[0, 0].set_ylabel("right answers while training")
+    axes[0, 0].set_ylabel("accuracy during training")
     figure.tight_layout()
     figure.legend(
         *axes[0, 0].get_legend_handles_labels(), loc="upper center", ncol=8, frameon=False, bbox_to_anchor=(0.5, 0)
     )
-    finish(figure, axes, PICTURES / "recall-memories.png")
+    finish(figure, axes, FIGURES / "recall-memories.png")
 
     rows = [(keys, delay) for keys in ("-published", "") for delay in DELAYS[:2]]
     figure, axes = plt.subplots(len(rows), len(FAST), figsize=(11, 9), sharex="row", sharey=True)
@@ -213,24 +214,24 @@ def draw() -> None:
     figure.legend(
         *axes[0, 0].get_legend_handles_labels(), loc="upper center", ncol=2, frameon=False, bbox_to_anchor=(0.5, 0)
     )
-    finish(figure, axes, PICTURES / "recall-bptt.png")
+    finish(figure, axes, FIGURES / "recall-bptt.png")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("tune", "run", "collect", "draw", "table"))
+    parser.add_argument("what", choices=("tune", "run", "collect", "plot", "table"))
     parser.add_argument("--jobs", type=int, default=2, help="runs at the same time, one thread each")
     args = parser.parse_args()
     pool = ThreadPoolExecutor(args.jobs)
     if args.what == "tune":
-        plan = [(v, d, r, TUNING_SEED) for v in VARIANTS for d in TUNING_DELAYS for r in tried(v)]
+        plan = [(v, d, r, TUNING_SEED) for v in VARIANTS for d in TUNING_DELAYS for r in candidate_rates(v)]
         list(pool.map(lambda job: train(*job), plan))
         RATES_FILE.write_text(json.dumps({v: best_rate(v) for v in VARIANTS}, indent=2) + "\n")
     elif args.what == "run":
         plan = [(v, d, r, s) for d in DELAYS for s in SEEDS for v, r in rates().items() if d in delays(v)]
         list(pool.map(lambda job: train(*job), plan))
     else:
-        {"collect": collect, "draw": draw, "table": table}[args.what]()
+        {"collect": collect, "plot": plot, "table": table}[args.what]()
 
 
 if __name__ == "__main__":

@@ -78,3 +78,9 @@ def test_no_document_or_module_speaks_of_its_making():
     words = re.compile(r"\bissue #?\d|this session|\.\./shared", re.I)
     for file in (*PAGES, *ROOT.glob("bestiary/**/*.py"), *ROOT.glob("benchmarks/*.py")):
         assert not words.search(file.read_text()), file
+
+
+def test_the_glossary_names_files_that_exist():
+    files = re.findall(r"`((?:bestiary|tests)/[\w/]+\.py)`", (ROOT / "docs" / "glossary.md").read_text())
+    assert len(files) >= 12
+    assert [file for file in files if not (ROOT / file).is_file()] == []

@@ -71,6 +71,11 @@ class Batch(NamedTuple):
     reached: State = ()  # memory the actor had after the burn-in, where that is known
     about: Metrics = {}  # what the replay says of all it holds
 
+    @property
+    def is_critic_refresh(self) -> bool:
+        """True for whole episodes for which a critic computes value targets; they make no gradient step."""
+        return "critic_refresh" in self.about
+
 
 class ValueTargets(NamedTuple):
     """A critic's targets and advantages for the transitions of whole episodes."""
@@ -97,7 +102,7 @@ class Episode(NamedTuple):
     lives: tuple[float, ...]  # return of each life; a single entry where there are no lives
     truncated: bool
     success: bool | None = None  # where the environment says what success is
-    asked: tuple[float, ...] = ()  # what the agent was told to reach: a return, perhaps in how many moves
+    info: dict[str, float] = {}  # what the agent says of the episode, such as the desired return and horizon
     components: dict[str, float] = {}  # what could have been paid for, whatever was; no learner ever sees it
     life_components: tuple[dict[str, float], ...] = ()  # the same of each life
 

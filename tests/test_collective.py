@@ -71,7 +71,7 @@ class Recorder(LocalRuntime):
                 break
         self.close()
         precise = tree.map(lambda x: x.double() if x.is_floating_point() else x, batches)
-        enough = [i for i, batch in enumerate(precise) if "survey" not in batch.about][UPDATES - 1]
+        enough = [i for i, batch in enumerate(precise) if not batch.is_critic_refresh][UPDATES - 1]
         return self.spec, precise[: enough + 1]
 
 
@@ -101,7 +101,7 @@ def train_on(learner: Learner, batches: list[Batch]) -> dict[str, Any]:
 
 def part_of(batch: Batch, collective: Distributed, joint: bool) -> Batch | None:
     """This learner's part of a batch, as a replay of its own would return it."""
-    if joint and "survey" in batch.about:  # one learner alone may refresh a joint critic
+    if joint and batch.is_critic_refresh:  # one learner alone may refresh a joint critic
         return batch if collective.rank == 0 else None
     mine = divide(batch, collective.size)[collective.rank]
     if mine.weight is None:

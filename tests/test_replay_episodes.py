@@ -636,7 +636,7 @@ def opinion(number: int, move: Any) -> Any:
 
 def judge(replay: EpisodeReplay, batch: Batch) -> list[int] | None:
     """Say something of every move of a survey that wants to hear it; whose moves it was, or None: it was a sample."""
-    if "survey" not in batch.about:
+    if not batch.is_critic_refresh:
         return None
     assert batch.keys is not None
     numbers = batch.keys.tolist()
@@ -710,7 +710,7 @@ def test_a_survey_shows_every_episode_once_whole_and_in_parts_that_fit(surveyed,
     parts = 0
     while True:
         batch = draw(replay)
-        if "survey" not in batch.about:
+        if not batch.is_critic_refresh:
             break
         t = batch.trajectory
         parts += 1
@@ -864,7 +864,7 @@ def test_labels_are_standardised_even_if_the_last_part_of_a_survey_is_gone(monke
     replay.add(script.trajectory(rows, 6))
     assert replay.held.number.tolist() == [2, 3, 4, 5, 6]
     batch = draw(replay)
-    assert "survey" not in batch.about
+    assert not batch.is_critic_refresh
     assert_said(replay)
 
 
@@ -910,7 +910,7 @@ def test_a_survey_of_a_few_shows_rests_of_episodes_and_keeps_nothing():
     counts: Counter = Counter()
     for _ in range(200):
         batch = draw(replay)
-        assert set(batch.about) == {"survey"} and batch.keys is not None
+        assert batch.is_critic_refresh and batch.keys is not None
         t = batch.trajectory
         assert t.action.shape[1] == len(batch.keys) == 5
         for b, number in enumerate(batch.keys.tolist()):
@@ -923,7 +923,7 @@ def test_a_survey_of_a_few_shows_rests_of_episodes_and_keeps_nothing():
             for mine, theirs in zip(t.step, step, strict=True):
                 assert torch.equal(mine[:, b], theirs)
         assert len(t.action) - 1 == max(int((~t.step.is_first[1:, b]).sum()) for b in range(5))
-        assert "survey" not in draw(replay).about  # one update, and the next is due
+        assert not draw(replay).is_critic_refresh  # one update, and the next is due
     assert 1e-3 < chance(counts, EVERY) < 1 - 1e-3
     assert not len(replay.said) and not len(replay.judged)
 

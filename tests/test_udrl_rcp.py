@@ -34,7 +34,7 @@ from bestiary.nets.optim import Adam, AdamW, RmsProp
 from bestiary.ops.commands import aim
 from bestiary.presets import preset
 from bestiary.runtime import Local
-from bestiary.training.evaluation import commanded
+from bestiary.training.evaluation import info_summary
 from bestiary.types import Batch, Episode, Spec, TimeStep, Trajectory
 
 double = pytest.mark.usefixtures("_double")
@@ -291,7 +291,7 @@ def test_a_pool_that_is_not_full_repeats_what_it_has():
     agent = agent_of(source="episode", top=7)
     agent.aim_at(aim(np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])))
     assert agent.pool[:, 0].tolist() == [1.0, 3.0, 5.0, 1.0, 3.0, 5.0, 1.0]
-    agent.tell((8.0, 9.0))
+    agent.set_command((8.0, 9.0))
     assert agent.pool.tolist() == [[8.0, 9.0]] * 7
 
 
@@ -671,7 +671,7 @@ def surveyed(seed: int = 0, lengths: tuple[int, ...] = (5, 3, 7), cut: tuple[boo
         is_terminal=(move >= moves) & ~torch.tensor(cut),
     )
     t = Trajectory(step, torch.zeros(T, B, dtype=torch.int64), {}, (), torch.zeros(B))
-    return Batch(t, keys=torch.arange(B), about={"survey": torch.ones(())})
+    return Batch(t, keys=torch.arange(B), about={"critic_refresh": torch.ones(())})
 
 
 def plain_values(learner: CommandLearner, t: Trajectory, b: int) -> list[Tensor]:
@@ -935,23 +935,23 @@ def test_continuous_actions_are_refused(tmp_path):
 
 def test_a_command_has_as_many_numbers_as_the_agent_knows():
     with pytest.raises(UserError, match=r"a command of this agent is a return and a number of moves: 2 numbers, not 1"):
-        agent_of().tell((5.0,))
+        agent_of().set_command((5.0,))
     with pytest.raises(UserError, match=r"a command of this agent is a return: 1 numbers?, not 2"):
-        agent_of(**ONE).tell((5.0, 3.0))
+        agent_of(**ONE).set_command((5.0, 3.0))
     with pytest.raises(UserError, match=r"a command of this agent is an advantage: 1 numbers?, not 3"):
-        agent_of(cls=Rcp, source="peak").tell((5.0, 3.0, 1.0))
+        agent_of(cls=Rcp, source="peak").set_command((5.0, 3.0, 1.0))
     with pytest.raises(UserError, match=r"a horizon of 0\.5 moves is too short: ask for at least 1"):
-        agent_of().tell((5.0, 0.5))
+        agent_of().set_command((5.0, 0.5))
     for wild in (float("nan"), float("inf")):
         with pytest.raises(UserError, match=r"a command must be made of finite numbers, not 5\.0, (nan|inf)"):
-            agent_of().tell((5.0, wild))
+            agent_of().set_command((5.0, wild))
     with pytest.raises(UserError, match=r"no command asks for more than algo\.max-return=320, so not 500"):
-        agent_of(max_return=320.0).tell((500.0, 3.0))
+        agent_of(max_return=320.0).set_command((500.0, 3.0))
 
 
 def test_agents_without_commands_cannot_be_told_any():
     with pytest.raises(UserError, match=r"--command is for agents that follow commands \(Udrl, Rcp\); this one does"):
-        Impala().agent(LANDER, BARE, Ff()).tell((5.0,))
+        Impala().agent(LANDER, BARE, Ff()).set_command((5.0,))
 
 
 @pytest.mark.parametrize("cfg", [Udrl(cut_penalty=3.0, adjust=True), Rcp(), Rcp(command="return", burn_in=2)])
@@ -1013,7 +1013,8 @@ def test_an_episode_tells_what_it_was_asked_for_when_it_began(env, explore):
                 else:
                     shrunk |= command != asked[b][-1]
         for e in episodes:
-            assert e.asked == asked[e.slot][seen[e.slot]]
+            assert tuple(e.info.values()) == asked[e.slot][seen[e.slot]]
+            assert list(e.info) == ["desired_return", "desired_horizon"]
             seen[e.slot] += 1
     env_batch.close()
     assert min(seen) > 1 and shrunk
@@ -1035,16 +1036,17 @@ def test_actors_go_on_knowing_what_was_asked_for():
     for _ in range(4):
         mine, theirs = one.unroll()[1], two.unroll()[1]
         assert mine == theirs
-        assert all(len(e.asked) == 2 for e in mine)
+        assert all(len(e.info) == 2 for e in mine)
 
 
 def test_what_was_asked_for_is_summed_up():
     blank = Episode(0, 1.0, 5, 5, (1.0,), False)
-    assert commanded([]) == commanded([blank]) == {}
-    one = commanded([blank._replace(asked=(2.0,)), blank._replace(asked=(4.0,))])
-    assert one["asked"]["mean"] == 3.0 and set(one) == {"asked"}
-    two = commanded([blank._replace(asked=(2.0, 10.0)), blank._replace(asked=(4.0, 20.0))])
-    assert two["asked"]["mean"] == 3.0 and two["asked_steps"]["mean"] == 15.0
+    assert info_summary([]) == info_summary([blank]) == {}
+    one = info_summary([blank._replace(info={"desired_return": x}) for x in (2.0, 4.0)])
+    assert one["desired_return"]["mean"] == 3.0 and set(one) == {"desired_return"}
+    numbers = [{"desired_return": 2.0, "desired_horizon": 10.0}, {"desired_return": 4.0, "desired_horizon": 20.0}]
+    two = info_summary([blank._replace(info=info) for info in numbers])
+    assert two["desired_return"]["mean"] == 3.0 and two["desired_horizon"]["mean"] == 15.0
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sampled"])
@@ -1052,10 +1054,10 @@ def test_games_are_played_as_told(mode):
     env_batch = Catch(rows=5).make(3, 0, 0, 1)
     agent = Udrl(head=(4,)).agent(env_batch.spec, Net(), Ff())
     agent.aim_at(aim(np.array([[7.0, 7.0]]), spread=5.0))
-    agent.tell((0.5, 4.0))
+    agent.set_command((0.5, 4.0))
     for epsilon in (0.0, 0.5):
         games = play_episodes(agent, env_batch, 7, mode, generator(), epsilon=epsilon)
-        assert [e.asked for e in games] == [(0.5, 4.0)] * 7
+        assert [e.info for e in games] == [{"desired_return": 0.5, "desired_horizon": 4.0}] * 7
 
 
 # -- whole runs -------------------------------------------------------------------------------------------------------
@@ -1121,10 +1123,10 @@ def test_a_run_is_evaluated_as_told(tmp_path):
     asked = bestiary.evaluate(run, 5, modes=("greedy", "sampled"), threads=1, command=(0.75, 4.0))
     assert usual["protocol"]["command"] == () and asked["protocol"]["command"] == (0.75, 4.0)
     for mode in ("greedy", "sampled"):
-        assert asked[mode]["asked"]["min"] == asked[mode]["asked"]["max"] == 0.75
-        assert asked[mode]["asked_steps"]["mean"] == 4.0
+        assert asked[mode]["info"]["desired_return"]["min"] == asked[mode]["info"]["desired_return"]["max"] == 0.75
+        assert asked[mode]["info"]["desired_horizon"]["mean"] == 4.0
     assert asked["file"].endswith("-command0.75-4.json") and usual["file"] != asked["file"]
-    assert {"asked", "asked_steps"} <= set(usual["greedy"])
+    assert set(usual["greedy"]["info"]) == {"desired_return", "desired_horizon"}
     with pytest.raises(UserError, match="2 numbers, not 1"):
         bestiary.evaluate(run, 5, threads=1, command=(1.0,))
     with pytest.raises(UserError, match="a horizon of 0 moves is too short"):
@@ -1138,13 +1140,13 @@ def test_what_evaluations_ask_for_is_part_of_an_experiment(tmp_path):
     plan = Evaluation(every=200, episodes=3, command=(0.75, 4.0))
     run = bestiary.train(replace(short(ALGOS["udrl"], Ff(), frames=400), evaluation=plan), tmp_path / "run")
     with (run.path / "evaluations.csv").open() as file:
-        assert [(r["asked"], r["asked_steps"]) for r in csv.DictReader(file)] == [("0.75", "4")] * 2
+        assert [(r["desired_return"], r["desired_horizon"]) for r in csv.DictReader(file)] == [("0.75", "4")] * 2
     usual = bestiary.evaluate(run, 5, modes=("greedy",), threads=1)
-    assert usual["greedy"]["asked"]["mean"] == 0.75 and usual["protocol"]["command"] == (0.75, 4.0)
+    assert usual["greedy"]["info"]["desired_return"]["mean"] == 0.75 and usual["protocol"]["command"] == (0.75, 4.0)
     assert main.main(["eval", str(run.path), "--episodes", "5", "--mode", "greedy", "--command", "own"]) == 0
     (written,) = run.path.glob("eval-*-command-own.json")
     own = json.loads(written.read_text())
-    assert own["greedy"]["asked"]["mean"] != 0.75 and own["protocol"]["command"] == []
+    assert own["greedy"]["info"]["desired_return"]["mean"] != 0.75 and own["protocol"]["command"] == []
 
 
 def test_what_evaluations_could_not_ask_for_is_refused_before_anything_starts():
@@ -1161,7 +1163,7 @@ def test_a_command_is_given_in_the_terminal(tmp_path, capsys):
     few = ["--episodes", "3", "--mode", "greedy", "--threads", "1"]
     assert main.main(["eval", str(run.path), *few, "--command", "0.75,4"]) == 0
     (written,) = run.path.glob("eval-*-command0.75-4.json")
-    assert json.loads(written.read_text())["greedy"]["asked"]["mean"] == 0.75
+    assert json.loads(written.read_text())["greedy"]["info"]["desired_return"]["mean"] == 0.75
     other = bestiary.train(tiny(frames=200), tmp_path / "other")
     capsys.readouterr()
     for path, command, sentence in (
@@ -1178,7 +1180,7 @@ def test_a_command_is_given_in_the_terminal(tmp_path, capsys):
 def test_evaluations_during_training_tell_what_was_asked_for(tmp_path):
     experiment = replace(short(ALGOS["rcp-r"], Ff(), frames=400), evaluation=Evaluation(episodes=3))
     run = bestiary.train(experiment, tmp_path / "run")
-    assert float(rows(run, "evaluations.csv")[-1]["asked"]) == pytest.approx(weights(run)["pool"].item(), rel=1e-4)
+    assert float(rows(run, "evaluations.csv")[-1]["desired_return"]) == pytest.approx(weights(run)["pool"].item(), rel=1e-4)
 
 
 # -- it learns --------------------------------------------------------------------------------------------------------

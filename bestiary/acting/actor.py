@@ -30,7 +30,7 @@ class Actor:
         self.row: tuple[TimeStep, torch.Tensor, dict[str, torch.Tensor]] | None = None
         self.before: State = ()  # memory just before that row
         self.after: State = ()
-        self.asked = torch.zeros(env_batch.num_envs, 0)  # with what command the running episodes began
+        self.episode_info: dict[str, torch.Tensor] = {}  # name -> [B], of the running episodes
         self.compiled_actor = compiled_actor(self)  # None where a part of it cannot be compiled
 
     def load(self, weights: dict[str, torch.Tensor], version: int) -> None:
@@ -50,7 +50,7 @@ class Actor:
         rows, start, episodes = [self.row], tree.map(torch.clone, self.before), []
         for _ in range(self.length):
             step, ended = self.env_batch.step(self.row[1])
-            episodes += [e._replace(asked=tuple(self.asked[e.slot].tolist())) for e in ended]
+            episodes += [self._with_info(e) for e in ended] if self.episode_info else ended
             self._act(step)
             rows.append(self.row)
         step, action, aux = tree.stack(rows)
@@ -63,9 +63,15 @@ class Actor:
         explore = None if self.explorer is None else self.explorer(step)
         action, aux, self.after = self.agent.act(step, self.before, explore, self.rng)
         self.row = (step, action, aux)
-        if "command" in aux:
-            before = self.asked if self.asked.shape[1] else aux["command"]
-            self.asked = torch.where(step.is_first[:, None], aux["command"], before)
+        self._update_info(step, aux)
+
+    def _update_info(self, step: TimeStep, aux: dict[str, torch.Tensor]) -> None:
+        """Keep what the agent says at the first step of an episode until the episode ends."""
+        for name, value in self.agent.episode_info(aux).items():
+            self.episode_info[name] = torch.where(step.is_first, value, self.episode_info.get(name, value))
+
+    def _with_info(self, episode: Episode) -> Episode:
+        return episode._replace(info={name: value[episode.slot].item() for name, value in self.episode_info.items()})
 
     def state_dict(self) -> Snapshot:
         """Everything that decides the next row."""
@@ -78,7 +84,7 @@ class Actor:
             "row": [tuple(step), action, aux],
             "before": self.before,
             "after": self.after,
-            "asked": self.asked,
+            "episode_info": torch.stack([*self.episode_info.values()], 1) if self.episode_info else torch.zeros(0, 0),
             "world": self.env_batch.state_dict(),
         }
 
@@ -91,5 +97,7 @@ class Actor:
         step, action, aux = tree.map(lambda x: x.to(self.device), state["row"])
         self.row = (TimeStep(*step), action, aux)
         self.before, self.after = tree.map(lambda x: x.to(self.device), (state["before"], state["after"]))
-        self.asked = state.get("asked", self.asked)  # not in checkpoints of 0.1
+        names = self.agent.episode_info(aux)
+        if "episode_info" in state and len(names) == state["episode_info"].shape[1]:
+            self.episode_info = dict(zip(names, state["episode_info"].to(self.device).unbind(1), strict=True))
         self.env_batch.load_state_dict(state["world"])

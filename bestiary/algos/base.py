@@ -1,7 +1,7 @@
 """What every algorithm promises."""
 
 import math
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,6 @@ from bestiary.ops.collective import SINGLE_PROCESS, Collective
 from bestiary.ops.program import Program
 from bestiary.replay.base import ReplayBuilder
 from bestiary.types import Batch, Snapshot, Spec, State, TimeStep, Update
-
-if TYPE_CHECKING:
-    pass
-
-
-UNCOMMANDED = "--command is for agents that follow commands (Udrl, Rcp); this one does not"
 
 
 class Agent(nn.Module):
@@ -41,9 +35,13 @@ class Agent(nn.Module):
         """step is [B, ...] -> action [B], aux, state. explore is [B], in [0, 1]; None: play the best move."""
         raise NotImplementedError
 
-    def tell(self, command: tuple[float, ...]) -> None:
-        """Set by hand what to reach."""
-        raise UserError(UNCOMMANDED)
+    def set_command(self, command: tuple[float, ...]) -> None:
+        """Fix the command, for example a desired return and horizon; (): commands as they were learnt."""
+        raise no_commands("--command")
+
+    def episode_info(self, aux: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Numbers [B] that describe an episode, from the aux of its first step: they become `Episode.info`."""
+        return {}
 
 
 class AgentWrapper(Agent):
@@ -55,6 +53,9 @@ class AgentWrapper(Agent):
 
     def initial_state(self, batch_size: int) -> State:
         return self.agent.initial_state(batch_size)
+
+    def episode_info(self, aux: dict[str, Tensor]) -> dict[str, Tensor]:
+        return self.agent.episode_info(aux)
 
 
 def load_weights(agent: Agent, weights: dict[str, Tensor], other: str) -> None:
@@ -122,3 +123,23 @@ class AlgoConfig(Protocol):
     def explorer(self, num_envs: int) -> Explorer: ...
     def agent(self, spec: Spec, net: Net, core: CoreConfig) -> Agent: ...
     def learner(self, agent: Agent, total_steps: int) -> Learner: ...
+
+
+@runtime_checkable
+class FollowsCommands(Protocol):
+    """An algorithm whose agents follow commands, such as a desired return and horizon."""
+
+    def check_command(self, command: tuple[float, ...]) -> None:
+        """Raise UserError for a command that its agents cannot follow."""
+        ...
+
+
+def check_command(algo: AlgoConfig, command: tuple[float, ...], flag: str) -> None:
+    """Raise UserError if agents of this algorithm cannot follow the command that `flag` gave."""
+    if not isinstance(algo, FollowsCommands):
+        raise no_commands(flag)
+    algo.check_command(command)
+
+
+def no_commands(flag: str) -> UserError:
+    return UserError(f"{flag} is for agents that follow commands (Udrl, Rcp); this one does not")

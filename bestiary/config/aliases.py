@@ -30,6 +30,8 @@ VALUES: dict[str, dict[str, dict[str, str]]] = {}
 # column of metrics.csv, evaluations.csv and episodes.csv, and key of `Update.metrics`: old name -> new name. A name
 # that ends in "_" stands for all names that begin with it.
 METRICS: dict[str, str] = {
+    "asked": "desired_return",
+    "asked_steps": "desired_horizon",
     "trusted_kl": "reference_kl",
 }
 
@@ -38,8 +40,10 @@ METRICS: dict[str, str] = {
 WEIGHTS: dict[str, str] = {}
 
 # entry of trainer.pt, or of replay.pt under "replay", by its dotted path: old path -> new last part. Lists add nothing
-# to the path. Example: {"runtime.actor.asked": "info", "replay.moves": "transitions"}
-SNAPSHOTS: dict[str, str] = {}
+# to the path.
+SNAPSHOTS: dict[str, str] = {
+    "runtime.actor.asked": "episode_info",
+}
 
 # nested dataclasses that old files do not have: (kind, field) -> the kind to write there
 NESTED: dict[tuple[str, str], str] = {}

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from bestiary.algos import AlgoConfig, Impala
-from bestiary.algos.base import UNCOMMANDED
-from bestiary.algos.return_conditioned.learner import Commanded
+from bestiary.algos.base import check_command
 from bestiary.config.schema import Command, Count, Counts, decode, differences, encode, kebab, members
 from bestiary.cores import CoreConfig, Ff
 from bestiary.envs import Atari, Catch, EnvConfig
@@ -124,9 +123,7 @@ class Experiment:
                 f"leave it 'as trained' with env:{kebab(type(self.env))}"
             )
         if self.evaluation.command:
-            if not isinstance(self.algo, Commanded):
-                raise UserError(UNCOMMANDED.replace("--", "--evaluation."))
-            self.algo.check_command(self.evaluation.command)
+            check_command(self.algo, self.evaluation.command, "--evaluation.command")
         self.algo.replay_builder(self.runtime.streams).share(
             *self.runtime.shards_and_learners
         )  # refuses a batch that can never be filled

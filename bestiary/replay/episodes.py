@@ -282,7 +282,7 @@ class EpisodeReplay(Drawn):
             chosen = self.held[pick(self.held, np.arange(len(self.held.number)), rng, survey.episodes, "moves")]
             start = (rng.random(survey.episodes) * chosen.moves).astype(np.int64)
         t = self._gather(chosen, np.zeros_like(chosen.first) + start, int((chosen.moves - start).max()) + 1)
-        return Batch(t, keys=torch.from_numpy(chosen.number), about={"survey": torch.ones(())})
+        return Batch(t, keys=torch.from_numpy(chosen.number), about={"critic_refresh": torch.ones(())})
 
     def _parts(self) -> list[Ints]:
         """All episodes, by their length so that little is padded, in parts that fit into memory."""

@@ -21,7 +21,7 @@ from bestiary.acting.actor import Actor
 from bestiary.acting.episodes import UNROLL, quotas
 from bestiary.algos.base import Agent, AgentWrapper
 from bestiary.algos.exploration import Fixed
-from bestiary.algos.return_conditioned.learner import Commanded
+from bestiary.algos.base import FollowsCommands
 from bestiary.analysis.curves import unique
 from bestiary.config.extras import require
 from bestiary.config.machine import choose_device, cores, set_threads, tune_malloc
@@ -355,7 +355,7 @@ class Player:
 
     @property
     def sees_rewards(self) -> bool:
-        return self.experiment.net.prev_reward or isinstance(self.experiment.algo, Commanded)
+        return self.experiment.net.prev_reward or isinstance(self.experiment.algo, FollowsCommands)
 
 
 def check_alike(tested: Player, trusted: Player) -> None:

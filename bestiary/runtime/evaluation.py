@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from bestiary.acting.episodes import play_episodes
-from bestiary.algos.base import UNCOMMANDED, Agent, load_weights
-from bestiary.algos.return_conditioned.learner import Commanded
+from bestiary.algos.base import Agent, load_weights
 from bestiary.config.experiment import Experiment
 from bestiary.envs import Atari, EnvConfig
 from bestiary.envs.base import for_evaluation
-from bestiary.errors import UserError
 from bestiary.seeding import ACTIONS, EVAL, derive
 from bestiary.types import Episode, Spec
 
@@ -36,10 +34,8 @@ def build_agent(
     agent = experiment.algo.agent(spec, experiment.net, experiment.core)
     load_weights(agent, weights, "than experiment.json describes")
     chosen = experiment.evaluation.command if command is None else command
-    if chosen:
-        agent.tell(chosen)
-    elif command is not None and not isinstance(experiment.algo, Commanded):
-        raise UserError(UNCOMMANDED)
+    if chosen or command is not None:
+        agent.set_command(chosen)
     return agent.to(device).eval()
 
 

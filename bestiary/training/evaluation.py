@@ -56,15 +56,10 @@ def protocol_name(epsilon: float, command: tuple[float, ...] | None, changed: li
     return slips + told + "".join("-" + re.sub(r"[^\w.]+", "-", change).strip("-") for change in changed)
 
 
-def commanded(episodes: list[Episode]) -> dict[str, Any]:
-    """What was asked for, against what was reached: returns (or advantages), and moves where they were given too."""
-    asked = [e.asked for e in episodes]
-    if not asked or not all(asked):
-        return {}
-    out = {"asked": stats.summary([a[0] for a in asked])}
-    if len(asked[0]) > 1:
-        out["asked_steps"] = stats.summary([a[1] for a in asked])
-    return out
+def info_summary(episodes: list[Episode]) -> dict[str, Any]:
+    """Statistics of each number in `Episode.info`, such as the desired return and horizon."""
+    names = episodes[0].info if episodes else {}
+    return {name: stats.summary([e.info[name] for e in episodes]) for name in names}
 
 
 def report(episodes: list[Episode], game: str | None) -> dict[str, Any]:
@@ -80,7 +75,8 @@ def report(episodes: list[Episode], game: str | None) -> dict[str, Any]:
     successes = [e.success for e in episodes if e.success is not None]
     if successes:
         out["success"] = stats.summary(successes)
-    out |= commanded(episodes)
+    if episodes[0].info:
+        out["info"] = info_summary(episodes)
     if episodes[0].components:
         out["components"] = {k: stats.summary([e.components[k] for e in episodes]) for k in episodes[0].components}
     if game is not None:

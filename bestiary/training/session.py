@@ -21,7 +21,7 @@ from bestiary.runtime.evaluation import AsyncEvaluation, evaluation_env
 from bestiary.runtime.start import Runtime, start
 from bestiary.training.checkpoint import Checkpoint, NotSaved
 from bestiary.training.display import NullDisplay, Screen, View, count
-from bestiary.training.evaluation import commanded
+from bestiary.training.evaluation import info_summary
 from bestiary.training.logs import Recorder
 from bestiary.training.run import Run, new_path
 from bestiary.training.video import check, film
@@ -265,7 +265,7 @@ class Session:
         score = _mean([e.score for e in games])
         values = {"score": score, "score_std": float(np.std([e.score for e in games])), "games": len(games)}
         success = _mean([e.success for e in games if e.success is not None])
-        values |= {name: found["mean"] for name, found in commanded(games).items()}
+        values |= {name: found["mean"] for name, found in info_summary(games).items()}
         values |= {"game_steps": _mean([e.steps for e in games]), "success": success}
         parts = [e.components for e in games]
         self.recorder.evaluation(frames, values | per("game", parts, parts[0]))

@@ -174,10 +174,13 @@ class CommandAgent(Agent):
         self.spread.copy_(aim.spread)
         self.noise.copy_(aim.noise)
 
-    def tell(self, command: tuple[float, ...]) -> None:
-        """Ask for exactly this, from now on."""
-        self.cfg.check_command(command)
-        self.aim_at(aim(np.array(command)))
+    def set_command(self, command: tuple[float, ...]) -> None:
+        if command:
+            self.cfg.check_command(command)
+            self.aim_at(aim(np.array(command)))
+
+    def episode_info(self, aux: dict[str, Tensor]) -> dict[str, Tensor]:
+        return dict(zip(self.cfg.command_names, aux["command"].unbind(-1), strict=True))
 
     def seen(self, step: TimeStep) -> TimeStep:
         """With observations as the network likes them."""
@@ -337,7 +340,7 @@ class CommandLearner:
 
     def update(self, batch: Batch) -> Update:
         cfg, t = self.cfg, batch.trajectory
-        if "survey" in batch.about:
+        if batch.is_critic_refresh:
             return self.survey(t)
         self.lr_schedule.at(self.updates)
         past, now = split(t._replace(aux={}), cfg.burn_in)
@@ -597,6 +600,10 @@ class Commanded:
     def width(self) -> int:
         """Numbers in a command."""
         return 2 if self.horizon else 1
+
+    @property
+    def command_names(self) -> tuple[str, ...]:
+        return ("desired_return", "desired_horizon")[: self.width]
 
     def check_command(self, command: tuple[float, ...]) -> None:
         """Refuse what an agent could not be told."""

@@ -120,8 +120,8 @@ def print_report(result: dict[str, Any], modes: tuple[Mode, ...]) -> None:
         console.print(str(References(**result["references"])))
     for mode in modes:
         extra = result[mode]
-        if "asked" in extra:
-            console.print(f"{mode}: {asked(extra)}")
+        if "info" in extra:
+            console.print(f"{mode}: {info_line(extra)}")
         if extra.get("human_normalised") is not None:
             console.print(f"{mode}: {100 * extra['human_normalised']:.1f}% of human")
         if len(extra["run_means"]) > 1:
@@ -131,10 +131,7 @@ def print_report(result: dict[str, Any], modes: tuple[Mode, ...]) -> None:
     console.print(f"written to {result['file']}", soft_wrap=True)
 
 
-def asked(extra: dict[str, Any]) -> str:
-    """Commanded against achieved, in words."""
-    text = f"asked for {extra['asked']['mean']:.2f}"
-    if "asked_steps" not in extra:
-        return text
-    moves, took = extra["asked_steps"]["mean"], extra["steps"]["mean"]
-    return f"{text} in {moves:.0f} moves, reached {extra['game']['mean']:.2f} in {took:.0f}"
+def info_line(extra: dict[str, Any]) -> str:
+    """Means of what the agent says of its episodes, such as the desired return, beside what was reached."""
+    said = ", ".join(f"{name.replace('_', ' ')} {numbers['mean']:.2f}" for name, numbers in extra["info"].items())
+    return f"{said}; reached a score of {extra['game']['mean']:.2f} in {extra['steps']['mean']:.0f} steps"

@@ -141,7 +141,4 @@ class RemotePolicyActor(Actor):
         if state_before is not None:
             self.before = unpack(state_before)
         self.row = (step, unpack(action), unpack(aux))
-        if "command" in self.row[2]:
-            command = self.row[2]["command"]
-            before = self.asked if self.asked.shape[1] else command
-            self.asked = torch.where(step.is_first[:, None], command, before)
+        self._update_info(step, self.row[2])

@@ -256,7 +256,7 @@ class LearnerWorker:
         return result, self.weights() if changed else None
 
     def _all_have_a_batch(self, batch: Batch | None, over: bool) -> bool:
-        if batch is not None and "survey" in batch.about:
+        if batch is not None and batch.is_critic_refresh:
             return True  # such a batch makes no joint update: each learner processes its own
         ready = batch is not None and not over
         return self.collective.all_reduce_sum(torch.tensor(float(ready))).item() == self.collective.size

@@ -1180,7 +1180,8 @@ def test_a_command_is_given_in_the_terminal(tmp_path, capsys):
 def test_evaluations_during_training_tell_what_was_asked_for(tmp_path):
     experiment = replace(short(ALGOS["rcp-r"], Ff(), frames=400), evaluation=Evaluation(episodes=3))
     run = bestiary.train(experiment, tmp_path / "run")
-    assert float(rows(run, "evaluations.csv")[-1]["desired_return"]) == pytest.approx(weights(run)["pool"].item(), rel=1e-4)
+    desired = float(rows(run, "evaluations.csv")[-1]["desired_return"])
+    assert desired == pytest.approx(weights(run)["pool"].item(), rel=1e-4)
 
 
 # -- it learns --------------------------------------------------------------------------------------------------------

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from bestiary import tree
 from bestiary.acting.actor import Actor
 from bestiary.acting.episodes import UNROLL, quotas
-from bestiary.algos.base import Agent, AgentWrapper
+from bestiary.algos.base import Agent, AgentWrapper, FollowsCommands
 from bestiary.algos.exploration import Fixed
-from bestiary.algos.base import FollowsCommands
 from bestiary.analysis.curves import unique
 from bestiary.config.extras import require
 from bestiary.config.machine import choose_device, cores, set_threads, tune_malloc

@@ -50,7 +50,7 @@ def test_what_a_command_says_of_run_and_address_is_left_alone():
 
 
 @pytest.mark.parametrize("verb", ["train", "sweep", "study"])
-@pytest.mark.parametrize("said", [["runtime:ray"], ["--runtime", "ray"], ["--runtime=ray"]])
+@pytest.mark.parametrize("said", [["runtime:ray"], ["--executor", "ray"], ["--executor=ray"]])
 def test_every_command_that_trains_and_every_way_to_name_the_runtime_will_do(verb, said):
     assert f"bestiary {verb} riverraid" in script(Slurm(), [verb, "riverraid", *said])
 

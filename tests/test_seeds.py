@@ -57,7 +57,7 @@ def worth(experiment: Experiment, seed: int) -> float:
 
 def nobody_works_in(root: Path) -> bool:
     """Every process holds the lock for as long as it lives."""
-    executor.hold(root).close()
+    executor.lock_directory(root).close()
     return True
 
 
@@ -113,7 +113,7 @@ def test_each_seed_has_one_thread_unless_told_otherwise(experiment, tmp_path):
 
 def test_the_aggregate_is_what_one_computes_by_hand(pretending, experiment, tmp_path):
     told: list[str] = []
-    result = seeds.train_seeds(experiment, [1, 2, 8], tmp_path, jobs=3, say=told.append)
+    result = seeds.train_seeds(experiment, [1, 2, 8], tmp_path, jobs=3, log=told.append)
     values = sorted(worth(experiment, seed) for seed in (1, 2, 8))
     last = result["over_seeds"]["score"]["last"]
     assert last["n"] == 3
@@ -147,7 +147,7 @@ def test_the_best_evaluation_need_not_be_the_last(experiment, tmp_path):
 def test_what_is_running_is_told_now_and_then(pretending, experiment, tmp_path, monkeypatch):
     monkeypatch.setenv(SECONDS_PER_EVALUATION, "0.2")
     told: list[str] = []
-    seeds.train_seeds(experiment, [25, 26], tmp_path, jobs=2, say=told.append, every=0.3)
+    seeds.train_seeds(experiment, [25, 26], tmp_path, jobs=2, log=told.append, progress_seconds=0.3)
     where = [line for line in told if "seed 26" in line and "of 400" in line]
     assert where and any("evaluation 0." in line for line in where)
 
@@ -185,14 +185,16 @@ def test_whatever_goes_wrong_nobody_is_left_behind(pretending, experiment, tmp_p
         raise RuntimeError("stumbled")
 
     with pytest.raises(RuntimeError, match="stumbled"):
-        executor.run_all(seeds.plan(long, [0, 1], tmp_path), 2, lambda ended: None, watch=trip, every=0.5)
+        executor.run_all(
+            seeds.plan(long, [0, 1], tmp_path), 2, lambda ended: None, on_progress=trip, progress_seconds=0.5
+        )
     assert nobody_works_in(tmp_path)
     assert all(list((tmp_path / f"seed{s}" / "checkpoints").iterdir()) for s in (0, 1))  # and they saved
 
 
 def test_two_at_the_same_runs_are_one_too_many(pretending, experiment, tmp_path):
     tmp_path.mkdir(exist_ok=True)
-    with executor.hold(tmp_path), pytest.raises(UserError, match="is being worked on by another process"):
+    with executor.lock_directory(tmp_path), pytest.raises(UserError, match="is in use by another process"):
         seeds.train_seeds(experiment, [0], tmp_path)
 
 

@@ -141,7 +141,7 @@ def test_a_reward_that_clipping_hides_is_told_before_training(tmp_path, capsys):
 def test_it_is_told_for_several_seeds_too(tmp_path):
     said: list[str] = []
     experiment = small(env=Riverraid("fuel:10", time_limit_frames=400))
-    train_seeds(experiment, [0, 1], tmp_path / "seeds", say=said.append, stop=lambda: True)  # before the first begins
+    train_seeds(experiment, [0, 1], tmp_path / "seeds", log=said.append, stop=lambda: True)  # before the first begins
     assert [text for text in said if text.startswith("warning: env.reward=fuel:10 is not what is learnt")] == [said[1]]
 
 

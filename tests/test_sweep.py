@@ -18,7 +18,6 @@ from helpers.files import modification_times, read_csv
 from bestiary.cli.commands.sweep import read
 from bestiary.cli.commands.train import read as read_train
 from bestiary.cli.main import main
-from bestiary.cli.parse import take_place
 from bestiary.config.experiment import Evaluation, Experiment
 from bestiary.errors import UserError
 from bestiary.launch import executor
@@ -226,10 +225,10 @@ def test_a_trial_that_was_broken_off_goes_on_with_its_own_settings(pretending, e
 
 
 def test_a_hopeless_trial_is_stopped_early(pretending, experiment, tmp_path, monkeypatch):
-    from bestiary.launch import sweep
+    from bestiary.launch import sweep as module
 
-    monkeypatch.setattr(sweep, "UNJUDGED", 2)
-    monkeypatch.setattr(sweep, "JUDGE", 0.02)
+    monkeypatch.setattr(module, "UNJUDGED", 2)
+    monkeypatch.setattr(module, "JUDGE", 0.02)
     monkeypatch.setenv(fake_run.SECONDS_PER_EVALUATION, "0.12")
     told = sweep(experiment, LR, 8, tmp_path, jobs=2, seeds_per_trial=1, sampler="random")
     pruned = [trial for trial in told if trial.state == "pruned"]
@@ -241,9 +240,9 @@ def test_a_hopeless_trial_is_stopped_early(pretending, experiment, tmp_path, mon
 
 
 def test_nothing_is_stopped_early_where_that_is_not_wanted(pretending, experiment, tmp_path, monkeypatch):
-    from bestiary.launch import sweep
+    from bestiary.launch import sweep as module
 
-    monkeypatch.setattr(sweep, "UNJUDGED", 1)
+    monkeypatch.setattr(module, "UNJUDGED", 1)
     told = sweep(experiment, LR, 5, tmp_path, jobs=2, seeds_per_trial=1, prune=False)
     assert {trial.state for trial in told} == {"complete"}
 
@@ -333,7 +332,7 @@ def test_searches_in_the_documents_are_understood():
     assert commands
     for words in commands:
         assert words[0] in PRESETS, words
-        read(take_place(words)[1])
+        read(words)
 
 
 def test_the_space_in_the_documents_is_one():

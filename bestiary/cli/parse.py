@@ -1,116 +1,117 @@
-"""From words to experiments: tyro on the dataclasses, with suggestions for what it does not know."""
+"""From command line arguments to dataclasses with tyro; unknown and old arguments are answered with the right ones."""
 
 import contextlib
 import io
 import re
 import sys
 import typing
+from itertools import pairwise
 from typing import Annotated, Any, TypeVar
 
 import tyro
 
+from bestiary.config.aliases import renamed_choice, renamed_flag
 from bestiary.config.experiment import Experiment, family
-from bestiary.config.extras import require
 from bestiary.config.schema import members
 from bestiary.config.suggestions import did_you_mean
 from bestiary.errors import UserError
-from bestiary.launch.executor import HERE, Place
 
 T = TypeVar("T")
-FLAT = tyro.conf.arg(name="")  # fields of a nested dataclass without its name in front
+FLAT = tyro.conf.arg(name="")  # marks a nested dataclass whose fields are flags without a prefix
 OPTIONS = (tyro.conf.CascadeSubcommandArgs,)
 FAMILIES = ("env", "algo", "core", "runtime")
 
+Flat = Annotated[Experiment, FLAT]
+ExecutorName = Annotated[str, tyro.conf.arg(metavar="local|ray[:ADDRESS]")]
+
 
 def check_parts(args: list[str]) -> list[str]:
-    """`core:lstmm` deserves better than a usage text; naming the only choice there is does no harm."""
-    kept = []
+    """Check words such as `core:lstm`, and write them and negated flags as tyro expects them."""
+    checked = []
     for word in args:
-        head, colon, choice = word.partition(":")
-        if colon and not word.startswith("-") and head in FAMILIES:
-            if choice not in family(head):
-                raise UserError(f"there is no {head} {choice!r}: {did_you_mean(choice, family(head))}")
-            if len(family(head)) == 1:
+        name, colon, choice = word.partition(":")
+        if colon and not word.startswith("-") and name in FAMILIES:
+            known = family(name)
+            if choice not in known:
+                hint = renamed_choice(name, choice, known) or did_you_mean(choice, known)
+                raise UserError(f"there is no {name} {choice!r}: {hint}")
+            if len(known) == 1:  # tyro has no subcommand for a union of one
                 continue
-            word = f"{head}:{hyphenated(family(head)[choice])}"
+            word = f"{name}:{hyphenated(known[choice])}"
         elif re.fullmatch(rf"--({'|'.join(FAMILIES)})\..*\bno-[a-z-]+", word):
-            # tyro knows --env.no-one-life only once another flag, such as --env.one-life, has named the environment
-            kept.append(word.replace(".no-", ".", 1))
-        kept.append(word)
-    return kept
-
-
-def take_place(args: list[str]) -> tuple[Place, list[str]]:
-    """Where runs are made, `--runtime ray[:ADDRESS]`, and the other words: tyro knows only runtimes of experiments."""
-    place: Place = HERE
-    rest: list[str] = []
-    words = iter(args)
-    for word in words:
-        flag, equals, value = word.partition("=")
-        if flag != "--runtime":
-            rest.append(word)
-            continue
-        value = value if equals else next(words, "")
-        match = re.fullmatch(r"ray(?::(auto|[^\s:/]+:\d+))?", value)
-        if match is None:
-            raise UserError(f"--runtime {value} should be ray, ray:auto or ray:HOST:PORT, such as ray:10.0.0.5:6379")
-        require("ray", "ray")
-        from bestiary.launch.ray_executor import Cluster
-
-        place = Cluster(match[1])
-    return place, rest
+            # tyro accepts --env.no-one-life only after another flag, such as --env.one-life, has selected the part
+            checked.append(word.replace(".no-", ".", 1))
+        checked.append(word)
+    return checked
 
 
 def hyphenated(cls: type) -> str:
-    """tyro's name for a choice: TMaze, which is tmaze everywhere else, is t-maze there."""
+    """tyro's name of a choice: TMaze is t-maze for tyro and tmaze everywhere else."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<!^)(?=[A-Z][a-z])", "-", cls.__name__).lower()
 
 
 def flags(cls: type, prefix: str = "") -> list[str]:
-    """Every dotted flag a dataclass offers, over all choices of its unions."""
+    """Every dotted flag of a dataclass, over all choices of its unions."""
     found = []
     for name, hint in typing.get_type_hints(cls, include_extras=True).items():
         dotted = prefix + name.replace("_", "-")
         nested = members(hint)
-        here = prefix if FLAT in getattr(hint, "__metadata__", ()) else f"{dotted}."
-        found += [flag for part in nested for flag in flags(part, here)] if nested else [f"--{dotted}"]
+        inner = prefix if FLAT in getattr(hint, "__metadata__", ()) else f"{dotted}."
+        found += [flag for part in nested for flag in flags(part, inner)] if nested else [f"--{dotted}"]
     return found
 
 
 def parse(cls: type[T], args: list[str], prog: str, default: Any = None) -> T:
-    """Parse arguments into a dataclass. An unknown word is answered with the nearest flag."""
+    """Parse arguments into a dataclass. An unknown argument is answered with the flag most like it."""
     sys.stdout.flush()
+    refuse_old_flags(cls, args)
     options: dict[str, Any] = {} if default is None else {"default": default}
     options |= {"prog": prog, "args": args, "config": OPTIONS, "return_unknown_args": True}
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             value, unknown = tyro.cli(cls, **options, console_outputs=False)
     except SystemExit as end:
-        if (refusal := behind(end)) is not None:
-            raise refusal from None  # a sentence of our own needs no box around it
-        value, unknown = tyro.cli(cls, **options)  # help, or a mistake that tyro explains: the same again, aloud
+        if (error := cause_of(end)) is not None:
+            raise error from None  # one sentence, without tyro's box around it
+        value, unknown = tyro.cli(cls, **options)  # --help, or a mistake that tyro explains: parse again and print
     if unknown:
         word = next((w for w in unknown if w.startswith("-")), unknown[0])
         if (name := word.split("=")[0]) in flags(cls):
-            raise UserError(f"there is no flag {name} for what is chosen here: {belongs(name)}")
+            raise UserError(f"there is no flag {name} for what is chosen here: {owners(name)}")
         hint = did_you_mean(word.split("=")[0], sorted(set(flags(cls))), f"see `{prog} --help`")
         raise UserError(f"there is no flag {word}: {hint}" if word.startswith("-") else f"what is {word!r}? {hint}")
     return value
 
 
-def behind(end: SystemExit) -> UserError | None:
-    """What our own settings had to say, if that is why it came to this. Of a single word, tyro knows the flag too."""
-    why = end.__context__  # tyro's own error, around ours
-    ours = why and why.__context__
-    return ours if isinstance(ours, UserError) and isinstance(getattr(why, "arg", None), str) else None
+def refuse_old_flags(cls: type, args: list[str]) -> None:
+    """Answer a flag of an earlier version with its name of today."""
+    known: set[str] = set()
+    for word, after in pairwise([*args, ""]):
+        flag, _, value = word.partition("=")
+        if not flag.startswith("--"):
+            continue
+        known = known or set(flags(cls))
+        if flag == "--runtime" and "--executor" in known:
+            value = value or after
+            name = value if value.partition(":")[0] == "ray" else "ray[:ADDRESS]"
+            raise UserError(
+                f"--runtime is no flag: many runs on a Ray cluster are --executor {name}, and runtime:ray spreads one "
+                "run over a cluster"
+            )
+        if (sentence := renamed_flag(flag, known)) is not None:
+            raise UserError(sentence)
 
 
-def belongs(flag: str) -> str:
-    """Which choices have a flag."""
-    head = flag.removeprefix("--").split(".")[0]
-    known = family(head) if head in FAMILIES else {}
-    having = [f"{head}:{name}" for name, part in known.items() if flag in flags(part, f"{head}.")]
+def cause_of(end: SystemExit) -> UserError | None:
+    """The error of our own settings that made tyro exit, if there is one."""
+    error = end.__context__  # tyro's own error, which was raised from ours
+    cause = error and error.__context__
+    return cause if isinstance(cause, UserError) and isinstance(getattr(error, "arg", None), str) else None
+
+
+def owners(flag: str) -> str:
+    """The choices that have a flag, in words."""
+    name = flag.removeprefix("--").split(".")[0]
+    known = family(name) if name in FAMILIES else {}
+    having = [f"{name}:{choice}" for choice, part in known.items() if flag in flags(part, f"{name}.")]
     return f"it belongs to {' or '.join(having)}" if having else "it belongs to another choice"
-
-
-Flat = Annotated[Experiment, FLAT]

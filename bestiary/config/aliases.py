@@ -3,6 +3,7 @@
 A setting is written as `family:kind.field`. Where a value has moved into a nested dataclass, the new name is dotted.
 """
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from bestiary.errors import UserError
@@ -110,13 +111,26 @@ def upgrade_snapshot(state: Any, path: str = "") -> Any:
     return upgraded
 
 
-def renamed_flag(flag: str) -> str | None:
-    """What an old flag such as --algo.ratio is called now: every name it may have become, joined by " or "."""
-    family, _, old = flag.removeprefix("--").partition(".")
-    found = {
-        f"--{family}.{new}".replace("_", "-")
-        for fields in FIELDS.values()
-        for name, new in fields.items()
-        if name.replace("_", "-") == old and isinstance(new, str)
-    }
-    return " or ".join(sorted(found)) or None
+def renamed_flag(flag: str, known: Collection[str]) -> str | None:
+    """What to write instead of an old flag such as --algo.ratio, in a sentence; None: the flag is not an old one.
+
+    `known` are the flags of today, which decide where several kinds of part had a setting of the same name.
+    """
+    prefix, dot, last = flag.removeprefix("--").rpartition(".")
+    if flag in known or not dot:
+        return None
+    negated = last.startswith("no-") and f"--{prefix}.{last.removeprefix('no-')}" not in known
+    old = (last.removeprefix("no-") if negated else last).replace("-", "_")
+    entries = [fields[old] for fields in FIELDS.values() if old in fields]
+    new = {f"--{prefix}.{entry}".replace("_", "-") for entry in entries if isinstance(entry, str)}
+    if names := sorted(new & set(known)):
+        if negated:
+            names = [".no-".join(name.rsplit(".", 1)) for name in names]
+        return f"{flag} is called {' or '.join(names)} now"
+    return f"{flag} no longer exists" if any(isinstance(entry, Removed) for entry in entries) else None
+
+
+def renamed_choice(family: str, choice: str, known: Collection[str]) -> str | None:
+    """What to write instead of an old choice such as core:NAME, in a sentence; None: there was no such choice."""
+    new = KINDS.get(choice)
+    return f"it is called {family}:{new} now" if new in known else None

@@ -1,7 +1,8 @@
-"""Runs side by side, each in a process of its own: started, watched, asked to stop, and none left behind."""
+"""Many runs in parallel: an executor starts a process per run, and a pool watches, stops and retries the processes."""
 
 import csv
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -16,17 +17,18 @@ from typing import IO, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from bestiary.config.aliases import upgrade_metric
 from bestiary.config.experiment import Experiment
+from bestiary.config.extras import require
 from bestiary.config.machine import cores
 from bestiary.config.plugins import plugin_args
 from bestiary.errors import UserError
 from bestiary.training.run import Run
 
-OUTPUT = "output.txt"  # what the process of a run said last time, beside its tables
-LOOK = 0.1  # seconds between two looks at the processes
+OUTPUT = "output.txt"  # file in the run directory: standard output and error of the run's last process
+POLL_SECONDS = 0.1  # time between two checks of the processes
 
 
 class Job(Protocol):
-    """A run to be made."""
+    """A run to train: its experiment and its run directory."""
 
     @property
     def name(self) -> str: ...
@@ -39,70 +41,76 @@ class Job(Protocol):
 J = TypeVar("J", bound=Job)
 
 
-class Ended(NamedTuple, Generic[J]):
+class JobResult(NamedTuple, Generic[J]):
+    """A job whose process has exited and is not retried."""
+
     job: J
-    seconds: float
-    problem: str | None  # the last thing it said; None: it is finished, or was asked to stop
+    seconds: float  # since its first start
+    problem: str | None  # why it failed; None: it finished, or it was asked to stop
 
 
-class Left(NamedTuple):
+class ExitStatus(NamedTuple):
     """How a process ended."""
 
-    code: int  # negative: killed by that signal
-    why: str | None = None  # where its code and its output do not tell
+    code: int  # the exit code; negative: the number of the signal that killed it
+    reason: str | None = None  # why it failed, where neither the code nor the output says so
 
     @property
     def killed(self) -> bool:
-        """Ended by others, not by itself."""
+        """True if a signal ended the process, False if it exited by itself."""
         return self.code < 0 or self.code in (128 + signal.SIGTERM, 128 + signal.SIGINT)
 
 
-class Process(Protocol):
-    """What makes a run, wherever that is."""
+class Retries(NamedTuple):
+    """How often a job is started again."""
 
-    def left(self) -> Left | None:
-        """How it ended; None: it has not."""
+    killed: int  # after a signal killed its process
+    failed: int  # after its process failed by itself
+
+
+class Process(Protocol):
+    """The process of a run, on this machine or on another one."""
+
+    def poll(self) -> ExitStatus | None:
+        """The exit status; None while the process is running."""
         ...
 
-    def stop(self) -> None:
-        """Ask it to save and leave."""
+    def terminate(self) -> None:
+        """Ask the run to save a checkpoint and exit."""
         ...
 
     def kill(self) -> None:
-        """Do not ask."""
+        """End the process at once, without a checkpoint."""
         ...
 
 
-class Place(Protocol):
-    """Where runs are made. As a context: until nothing more is to be made there."""
+class Executor(Protocol):
+    """Where the processes of runs are started. As a context manager it keeps its connection open."""
 
     @property
-    def again(self) -> tuple[int, int]:
-        """How often a run is tried again that was killed, and one that failed by itself."""
-        ...
-
+    def max_retries(self) -> Retries: ...
     def __enter__(self) -> Self: ...
     def __exit__(self, *args: object) -> None: ...
 
-    def workers(self, asked: int | None, experiment: Experiment) -> int:
-        """Runs at a time: as asked, else as many as there are cores for their threads."""
+    def max_workers(self, jobs: int | None, experiment: Experiment) -> int:
+        """The number of runs in parallel: `jobs`, or if that is None as many as the cores hold with their threads."""
         ...
 
-    def enter(self, root: Path, lock: IO[bytes]) -> None:
-        """Before the first run below a directory, of which we have the lock."""
+    def prepare(self, root: Path, lock: IO[bytes]) -> None:
+        """Called before the first run below `root` is started. The caller holds the lock of `root`."""
         ...
 
     def start(self, job: Job, root: Path, lock: IO[bytes]) -> Process: ...
 
-    def leave(self, lock: IO[bytes]) -> None:
-        """After the last one."""
+    def release(self, lock: IO[bytes]) -> None:
+        """Called after the last process has ended. The caller closes the lock afterwards."""
         ...
 
 
-class Here:
-    """Processes of this machine."""
+class LocalExecutor:
+    """Starts runs as processes of this machine."""
 
-    again = (0, 0)
+    max_retries = Retries(killed=0, failed=0)
 
     def __enter__(self) -> Self:
         return self
@@ -110,46 +118,59 @@ class Here:
     def __exit__(self, *args: object) -> None:
         pass
 
-    def workers(self, asked: int | None, experiment: Experiment) -> int:
-        refuse_none(asked)
-        return asked or max(1, cores() // threads_of(experiment))
+    def max_workers(self, jobs: int | None, experiment: Experiment) -> int:
+        check_jobs(jobs)
+        return jobs or max(1, cores() // threads_of(experiment))
 
-    def enter(self, root: Path, lock: IO[bytes]) -> None:
+    def prepare(self, root: Path, lock: IO[bytes]) -> None:
         pass
 
     def start(self, job: Job, root: Path, lock: IO[bytes]) -> Process:
-        return _Child(job, lock)
+        return _LocalProcess(job, lock)
 
-    def leave(self, lock: IO[bytes]) -> None:
+    def release(self, lock: IO[bytes]) -> None:
         pass
 
 
-HERE = Here()
+LOCAL = LocalExecutor()
 
 
-class _Child:
+def choose_executor(name: str) -> Executor:
+    """The executor that `--executor` names: local, ray, ray:auto or ray:HOST:PORT."""
+    if name == "local":
+        return LOCAL
+    match = re.fullmatch(r"ray(?::(auto|[^\s:/]+:\d+))?", name)
+    if match is None:
+        raise UserError(f"--executor {name} should be local, ray, ray:auto or ray:HOST:PORT, such as ray:10.0.0.5:6379")
+    require("ray", "ray")
+    from bestiary.launch.ray_executor import RayExecutor
+
+    return RayExecutor(match[1])
+
+
+class _LocalProcess:
     def __init__(self, job: Job, lock: IO[bytes]) -> None:
         with (job.path / OUTPUT).open("wb") as output:
             self.process = subprocess.Popen(
                 command(job.path),
-                stdin=subprocess.PIPE,  # a line to us: once it is cut, the process saves and leaves
+                stdin=subprocess.PIPE,  # when this pipe closes because we died, the run saves and exits
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=os.environ | {"OMP_NUM_THREADS": str(threads_of(job.experiment))},
-                # Ctrl-C is for us: a process that heard it from the terminal and from us would not take time to save
+                # Ctrl-C goes to us only: a run that got it from the terminal and from us would exit without saving
                 start_new_session=True,
-                pass_fds=(lock.fileno(),),  # held for as long as anyone works here
+                pass_fds=(lock.fileno(),),  # the directory stays locked until the last process has exited
             )
 
-    def left(self) -> Left | None:
+    def poll(self) -> ExitStatus | None:
         code = self.process.poll()
         if code is None:
             return None
         assert self.process.stdin is not None
         self.process.stdin.close()
-        return Left(code)
+        return ExitStatus(code)
 
-    def stop(self) -> None:
+    def terminate(self) -> None:
         self.process.terminate()
 
     def kill(self) -> None:
@@ -158,28 +179,28 @@ class _Child:
             self.process.wait()
 
 
-class _Working(NamedTuple, Generic[J]):
+class _RunningJob(NamedTuple, Generic[J]):
     job: J
     process: Process
-    since: float
+    started: float
 
 
-class Crew(Generic[J]):
-    """So many runs at a time. Whoever leaves the `with` block has asked all of them to save, and has waited."""
+class JobPool(Generic[J]):
+    """At most `max_workers` runs in parallel. Leaving the `with` block asks all of them to save, and waits for them."""
 
     def __init__(
-        self, workers: int, root: Path, place: Place = HERE, say: Callable[[str], None] = lambda text: None
+        self, max_workers: int, root: Path, executor: Executor = LOCAL, log: Callable[[str], None] = lambda text: None
     ) -> None:
-        self.workers, self.root, self.place, self.say = workers, root, place, say
-        self.working: list[_Working[J]] = []
-        self.asked: set[Path] = set()
-        self.tried: Counter[tuple[Path, bool]] = Counter()
+        self.max_workers, self.root, self.executor, self.log = max_workers, root, executor, log
+        self.running: list[_RunningJob[J]] = []
+        self.stopping: set[Path] = set()
+        self.retried: Counter[tuple[Path, bool]] = Counter()
 
-    def __enter__(self) -> "Crew[J]":
+    def __enter__(self) -> "JobPool[J]":
         self.root.mkdir(parents=True, exist_ok=True)
-        self.lock = hold(self.root)
+        self.lock = lock_directory(self.root)
         try:
-            self.place.enter(self.root, self.lock)
+            self.executor.prepare(self.root, self.lock)
         except BaseException:
             self.lock.close()
             raise
@@ -187,102 +208,107 @@ class Crew(Generic[J]):
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         try:
-            for one in self.working:
-                self.stop(one.job)
-            while any(one.process.left() is None for one in self.working):
-                time.sleep(LOOK)
-            self.place.leave(self.lock)
-        except BaseException:  # insisted upon: what was not saved is lost, but nothing goes on unseen
-            for one in self.working:
-                one.process.kill()
+            for running in self.running:
+                self.stop(running.job)
+            while any(running.process.poll() is None for running in self.running):
+                time.sleep(POLL_SECONDS)
+            self.executor.release(self.lock)
+        except (
+            BaseException
+        ):  # a second Ctrl-C: steps since the last checkpoint are lost, but no process is left behind
+            for running in self.running:
+                running.process.kill()
             raise
         finally:
             self.lock.close()
 
     @property
     def free(self) -> bool:
-        return len(self.working) < self.workers
+        return len(self.running) < self.max_workers
 
     def start(self, job: J) -> None:
-        self.asked.discard(job.path)
+        self.stopping.discard(job.path)
         self._start(job, time.monotonic())
 
-    def _start(self, job: J, since: float) -> None:
+    def _start(self, job: J, started: float) -> None:
         Run.create(job.path, job.experiment)
-        self.working.append(_Working(job, self.place.start(job, self.root, self.lock), since))
+        self.running.append(_RunningJob(job, self.executor.start(job, self.root, self.lock), started))
 
     def stop(self, job: J) -> None:
-        """Ask it to save and leave; it is heard of again among those that have ended."""
-        for one in self.working:
-            if one.job.path == job.path and job.path not in self.asked:
-                self.asked.add(job.path)
-                one.process.stop()
+        """Ask a run to save and exit. `poll` returns it once it has exited."""
+        for running in self.running:
+            if running.job.path == job.path and job.path not in self.stopping:
+                self.stopping.add(job.path)
+                running.process.terminate()
 
-    def ended(self) -> list[Ended[J]]:
-        """Who has ended since last asked, and is not tried again."""
-        looked = [(one, one.process.left()) for one in self.working]
-        self.working = [one for one, left in looked if left is None]
-        found = []
-        for (job, _, since), left in looked:
-            if left is None:
+    def poll(self) -> list[JobResult[J]]:
+        """The jobs that have ended since the last call and are not retried; those to be retried are started again."""
+        polled = [(running, running.process.poll()) for running in self.running]
+        self.running = [running for running, status in polled if status is None]
+        results = []
+        for (job, _, started), status in polled:
+            if status is None:
                 continue
-            well = job.path in self.asked or (left.code == 0 and finished(job))
-            problem = None if well else left.why or complaint(job.path, left.code)
-            if problem is not None and self._again(job, left.killed, problem):
-                self._start(job, since)
+            success = job.path in self.stopping or (status.code == 0 and finished(job))
+            problem = None if success else status.reason or failure_reason(job.path, status.code)
+            if problem is not None and self._may_retry(job, status.killed, problem):
+                self._start(job, started)
             else:
-                found.append(Ended(job, time.monotonic() - since, problem))
-        return found
+                results.append(JobResult(job, time.monotonic() - started, problem))
+        return results
 
-    def _again(self, job: J, killed: bool, problem: str) -> bool:
-        most = self.place.again[0 if killed else 1]
-        if self.tried[job.path, killed] >= most:
+    def _may_retry(self, job: J, killed: bool, problem: str) -> bool:
+        limit = self.executor.max_retries.killed if killed else self.executor.max_retries.failed
+        if self.retried[job.path, killed] >= limit:
             return False
-        self.tried[job.path, killed] += 1
-        number = self.tried[job.path, killed]
-        self.say(f"{job.path.relative_to(self.root)} goes on, retry {number} of {most}: {problem}")
+        self.retried[job.path, killed] += 1
+        number = self.retried[job.path, killed]
+        self.log(f"{job.path.relative_to(self.root)} is restarted, retry {number} of {limit}: {problem}")
         return True
 
 
 def run_all(
     jobs: Sequence[J],
-    workers: int,
-    ended: Callable[[Ended[J]], None],
+    max_workers: int,
+    on_end: Callable[[JobResult[J]], None],
     stop: Callable[[], bool] = lambda: False,
-    watch: Callable[[list[J]], None] = lambda working: None,
-    every: float = 30.0,
-    place: Place = HERE,
-    say: Callable[[str], None] = lambda text: None,
+    on_progress: Callable[[list[J]], None] = lambda running: None,
+    progress_seconds: float = 30.0,
+    executor: Executor = LOCAL,
+    log: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Run what is not finished, in order, so many at once; every so many seconds, `watch` those at work."""
+    """Train every unfinished job, in order, `max_workers` in parallel.
+
+    `on_end` is called for each job that ended, and `on_progress` with the running jobs every `progress_seconds`.
+    """
     waiting = [job for job in jobs if not finished(job)]
     if not waiting:
         return
-    looked = time.monotonic()
-    with Crew[J](workers, jobs[0].path.parent, place, say) as crew:
-        while (waiting or crew.working) and not stop():
-            while waiting and crew.free:
-                crew.start(waiting.pop(0))
-            time.sleep(LOOK)
-            for one in crew.ended():
-                ended(one)
-            if time.monotonic() - looked >= every:
-                looked = time.monotonic()
-                watch([one.job for one in crew.working])
+    last_progress = time.monotonic()
+    with JobPool[J](max_workers, jobs[0].path.parent, executor, log) as pool:
+        while (waiting or pool.running) and not stop():
+            while waiting and pool.free:
+                pool.start(waiting.pop(0))
+            time.sleep(POLL_SECONDS)
+            for result in pool.poll():
+                on_end(result)
+            if time.monotonic() - last_progress >= progress_seconds:
+                last_progress = time.monotonic()
+                on_progress([running.job for running in pool.running])
 
 
-def refuse_none(asked: int | None) -> None:
-    if asked is not None and asked < 1:
-        raise UserError(f"jobs={asked} must be at least 1")
+def check_jobs(jobs: int | None) -> None:
+    if jobs is not None and jobs < 1:
+        raise UserError(f"jobs={jobs} must be at least 1")
 
 
 def threads_of(experiment: Experiment) -> int:
-    """Side by side, more than one would be in each other's way: only as told."""
+    """Threads of one run: as configured, else one, because more would compete with the runs beside it."""
     return experiment.runtime.threads or 1
 
 
 def finished(job: Job) -> bool:
-    """Its budget is spent and saved and, unless it is never evaluated, its end has been."""
+    """True if a checkpoint at the frame budget exists and, unless evaluation is off, an evaluation at that budget."""
     budget, saved = job.experiment.frames, Run(job.path).saved()
     if not saved or int(saved[-1].name) < budget:
         return False
@@ -291,16 +317,15 @@ def finished(job: Job) -> bool:
 
 
 def evaluations(path: Path) -> list[dict[str, float]]:
-    """Rows of evaluations.csv, NaN where there is nothing. One cut short, or just being written, does not count."""
+    """The rows of evaluations.csv, with NaN for empty cells, without a last row that is not written completely."""
     file = path / "evaluations.csv"
     text = file.read_text() if file.exists() else ""
-    whole = text[: text.rfind("\n") + 1].splitlines()
-    rows = csv.DictReader(whole)
+    rows = csv.DictReader(text[: text.rfind("\n") + 1].splitlines())
     return [{upgrade_metric(name): float(value or "nan") for name, value in row.items()} for row in rows]
 
 
-def frames(path: Path) -> int:
-    """How far a run has come, by the last row of its metrics."""
+def frames_trained(path: Path) -> int:
+    """Environment frames that a run has trained on, from the last row of its metrics.csv."""
     file = path / "metrics.csv"
     if not file.exists():
         return 0
@@ -311,17 +336,17 @@ def frames(path: Path) -> int:
     return int(first) if first.isdigit() else 0
 
 
-def complaint(path: Path, code: int) -> str:
-    """Why a process ended."""
+def failure_reason(path: Path, code: int) -> str:
+    """Why a process failed: the signal that killed it, or the last line of its output."""
     if code < 0:
-        reason = " (out of memory?)" if -code == signal.SIGKILL else ""
-        return f"it was killed by {signal.Signals(-code).name}{reason}"
+        hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+        return f"it was killed by {signal.Signals(-code).name}{hint}"
     lines = (path / OUTPUT).read_text(errors="replace").strip().splitlines()
-    return lines[-1].strip() if lines else f"it ended with code {code} and without a word"
+    return lines[-1].strip() if lines else f"it exited with code {code} and printed nothing"
 
 
-def hold(root: Path) -> IO[bytes]:
-    """Keep others from working on the same runs, for as long as this file is open here or in a process of ours."""
+def lock_directory(root: Path) -> IO[bytes]:
+    """Lock a directory of runs for as long as the returned file is open, here or in a process started from here."""
     import fcntl
 
     file = (root / ".lock").open("wb")
@@ -329,24 +354,24 @@ def hold(root: Path) -> IO[bytes]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        raise UserError(f"{root} is being worked on by another process; wait for it, or stop it first") from None
-    except OSError:  # a file system without locks: as it was before there were any
+        raise UserError(f"{root} is in use by another process; wait for it to end, or stop it first") from None
+    except OSError:  # a file system without locks: go on without one
         pass
     return file
 
 
 def command(path: Path) -> list[str]:
-    """What goes on with a run in a process of its own, with the parts that files registered here."""
+    """The command that resumes a run in its own process, with the plugin files that are loaded here."""
     return [sys.executable, "-m", "bestiary.launch.executor", str(path), *plugin_args()]
 
 
-def _leave_with_the_parent() -> None:
-    """Nobody writes to us: this returns only when whoever started us is gone, however it went."""
+def _stop_with_the_parent() -> None:
+    """Wait for the end of standard input, which only the end of the parent process causes; then send SIGTERM to us."""
     os.read(0, 1)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":
-    threading.Thread(target=_leave_with_the_parent, daemon=True).start()
+    threading.Thread(target=_stop_with_the_parent, daemon=True).start()
     sys.argv = ["bestiary", "resume", *sys.argv[1:], "--plain"]
-    runpy.run_module("bestiary", run_name="__main__", alter_sys=True)  # the program itself, in this process
+    runpy.run_module("bestiary", run_name="__main__", alter_sys=True)  # the command line program, in this process

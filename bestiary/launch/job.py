@@ -34,7 +34,7 @@ def job(words: list[str], name: str | None, runs: str) -> Job:
     if not rest or rest[0] not in PRESETS:
         said = rest[0] if rest else ""
         raise UserError(f"{verb}: there is no preset {said!r}: {did_you_mean(said, PRESETS)}")
-    where = value(rest, "--runtime") or ""
+    where = value(rest, "--executor") or ""
     if "runtime:ray" not in rest and where.partition(":")[0] != "ray":
         raise UserError(f"{verb} {rest[0]} would run on one machine only: add runtime:ray behind the preset")
     name = name if name is not None else rest[0]
@@ -47,9 +47,9 @@ def job(words: list[str], name: str | None, runs: str) -> Job:
     if not run:
         raise UserError("--run needs a directory")
     if where == "ray":  # runs of their own, on the cluster that the job makes
-        named = {("--runtime", "ray"): "ray:auto"}
+        named = {("--executor", "ray"): "ray:auto"}
         rest = [named.get(pair, pair[1]) for pair in pairwise(["", *rest])]
-        rest = ["--runtime=ray:auto" if word == "--runtime=ray" else word for word in rest]
+        rest = ["--executor=ray:auto" if word == "--executor=ray" else word for word in rest]
     elif not where and value(rest, "--runtime.address") is None:
         rest += ["--runtime.address", "auto"]
     return Job(name, ("bestiary", verb, *rest), run, tuple(notes))

@@ -1,5 +1,6 @@
-"""Runs side by side on a Ray cluster: each is a process on whatever node has room for it, in a directory all share."""
+"""Many runs on a Ray cluster: each run is a process on a node with free cores, in a directory that all nodes share."""
 
+import fcntl
 import os
 import signal
 import time
@@ -17,14 +18,14 @@ from bestiary.runtime.ray.cluster import alive_nodes, check_nodes, connect, disc
 if TYPE_CHECKING:
     from bestiary.config.experiment import Experiment
 
-STALE = 60.0  # seconds after which a network file system shows here what was written elsewhere
-GONE = "its node is gone, or the process there that kept it"
+STALE_SECONDS = 60.0  # a network file system shows another node's writes at most this much later
+NODE_LOST = "its node or its supervisor process on that node is gone"
 
 
-class Cluster:
-    """The cluster at an address; None: that of RAY_ADDRESS, else one of our own on this machine."""
+class RayExecutor:
+    """Starts runs on the cluster at an address; None: at RAY_ADDRESS, else on a new cluster of this machine alone."""
 
-    again = (3, 1)
+    max_retries = executor.Retries(killed=3, failed=1)
 
     def __init__(self, address: str | None = None) -> None:
         self.address = address or os.environ.get("RAY_ADDRESS") or None
@@ -38,92 +39,87 @@ class Cluster:
             self.connected = False
             disconnect()
 
-    def workers(self, asked: int | None, experiment: "Experiment") -> int:
-        executor.refuse_none(asked)
+    def max_workers(self, jobs: int | None, experiment: "Experiment") -> int:
+        executor.check_jobs(jobs)
         if isinstance(experiment.runtime, Ray):
             raise UserError(
-                "--runtime ray makes every run a process of its own: leave out runtime:ray, which spreads one run"
+                "--executor ray starts every run as one process: leave out runtime:ray, which spreads one run over "
+                "many processes"
             )
         if not self.connected:
             connect(self.address)
             self.connected = True
         threads = executor.threads_of(experiment)
-        room = sum(int(node.cpus // threads) for node in alive_nodes())
-        if not room:
-            most = max((node.cpus for node in alive_nodes()), default=0)
-            raise UserError(f"runtime.threads={threads} fit on no node of the cluster: the largest has {most:g} cores")
-        return asked or room
+        workers = sum(int(node.cpus // threads) for node in alive_nodes())
+        if not workers:
+            largest = max((node.cpus for node in alive_nodes()), default=0)
+            raise UserError(
+                f"runtime.threads={threads} is more than any node of the cluster has: the largest has {largest:g} cores"
+            )
+        return jobs or workers
 
-    def enter(self, root: Path, lock: IO[bytes]) -> None:
-        import fcntl
-
+    def prepare(self, root: Path, lock: IO[bytes]) -> None:
         check_nodes(alive_nodes(), root)
-        job_supervisor.lock(
-            lock, fcntl.LOCK_SH
-        )  # shared with our runs, wherever they are; nobody else gets it for himself
+        # the runs hold the same shared lock on their nodes; nobody else gets an exclusive one meanwhile
+        job_supervisor.lock(lock, fcntl.LOCK_SH)
 
     def start(self, job: executor.Job, root: Path, lock: IO[bytes]) -> executor.Process:
-        return Kept(job, root)
+        return SupervisedProcess(job, root)
 
-    def leave(self, lock: IO[bytes]) -> None:
-        """Runs whose keepers died may still be saving."""
-        import fcntl
-
-        until = time.monotonic() + job_supervisor.LOCK_TIMEOUT
-        while not job_supervisor.lock(lock, fcntl.LOCK_EX) and time.monotonic() < until:
-            time.sleep(executor.LOOK)
+    def release(self, lock: IO[bytes]) -> None:
+        """Wait for runs whose supervisors died: they may still be saving."""
+        deadline = time.monotonic() + job_supervisor.LOCK_TIMEOUT
+        while not job_supervisor.lock(lock, fcntl.LOCK_EX) and time.monotonic() < deadline:
+            time.sleep(executor.POLL_SECONDS)
 
 
-class Kept:
-    """A run's process on some node, through the actor that keeps it there."""
+class SupervisedProcess:
+    """The process of a run on some node, through the `JobSupervisor` actor that started it there."""
 
     def __init__(self, job: executor.Job, root: Path) -> None:
         self.job = job
         threads = executor.threads_of(job.experiment)
         path = job.path.resolve()
-        # the interpreter may be elsewhere on another node
-        words = executor.command(path)[1:]
-        make: Any = ray.remote(job_supervisor.JobSupervisor)
-        self.keeper = make.options(num_cpus=threads, max_concurrency=2, max_restarts=0).remote()
-        self.up = self.keeper.process.remote()
-        self.code = self.keeper.run.remote(
-            words, str(path), str(root.resolve()), executor.OUTPUT, {"OMP_NUM_THREADS": str(threads)}, os.getcwd()
+        args = executor.command(path)[1:]  # without the interpreter, which may have another path on that node
+        actor_class: Any = ray.remote(job_supervisor.JobSupervisor)
+        self.supervisor = actor_class.options(num_cpus=threads, max_concurrency=2, max_restarts=0).remote()
+        self.started = self.supervisor.process.remote()
+        self.code = self.supervisor.run.remote(
+            args, str(path), str(root.resolve()), executor.OUTPUT, {"OMP_NUM_THREADS": str(threads)}, os.getcwd()
         )
-        self.how: executor.Left | None = None
-        self.since = 0.0  # when it ended
+        self.status: executor.ExitStatus | None = None
+        self.end_time = 0.0
 
-    def left(self) -> executor.Left | None:
-        if self.how is None:
+    def poll(self) -> executor.ExitStatus | None:
+        if self.status is None:
             if not ray.wait([self.code], timeout=0)[0]:
                 return None
             self._end(self._result())
-        assert self.how is not None
-        if self.how.code == 0 and not executor.finished(self.job) and time.monotonic() < self.since + STALE:
-            return None
-        return self.how
+        assert self.status is not None
+        visible = executor.finished(self.job) or time.monotonic() >= self.end_time + STALE_SECONDS
+        return None if self.status.code == 0 and not visible else self.status
 
-    def _result(self) -> executor.Left:
-
+    def _result(self) -> executor.ExitStatus:
         try:
-            return executor.Left(ray.get(self.code))
+            return executor.ExitStatus(ray.get(self.code))
         except RayTaskError as e:
-            return executor.Left(-signal.SIGKILL, f"its node could not keep it: {e.cause}")
+            return executor.ExitStatus(-signal.SIGKILL, f"its supervisor failed: {e.cause}")
         except RayError:
-            return executor.Left(-signal.SIGKILL, GONE)
+            return executor.ExitStatus(-signal.SIGKILL, NODE_LOST)
 
-    def _end(self, how: executor.Left) -> None:
-        self.how, self.since = how, time.monotonic()
-        ray.kill(self.keeper)  # also one we no longer hear of: its process saves and leaves
+    def _end(self, status: executor.ExitStatus) -> None:
+        self.status, self.end_time = status, time.monotonic()
+        ray.kill(self.supervisor)  # if it is only out of reach, this makes its run save and exit
 
-    def stop(self) -> None:
-        if self.how is not None:
+    def terminate(self) -> None:
+        if self.status is not None:
             return
-        if ray.wait([self.up], timeout=0)[0]:
-            self.keeper.signal.remote(signal.SIGTERM)
-        else:  # it still waits for a core
-            self._end(executor.Left(128 + signal.SIGTERM))
+        if ray.wait([self.started], timeout=0)[0]:
+            self.supervisor.signal.remote(signal.SIGTERM)
+        else:  # the supervisor still waits for a free core
+            self._end(executor.ExitStatus(128 + signal.SIGTERM))
 
     def kill(self) -> None:
-        if self.how is None:
-            ray.wait([self.keeper.signal.remote(signal.SIGKILL)], timeout=1)
-            self._end(executor.Left(-signal.SIGKILL))
+        if self.status is None:
+            ray.wait([self.supervisor.signal.remote(signal.SIGKILL)], timeout=1)
+            self._end(executor.ExitStatus(-signal.SIGKILL))

@@ -14,7 +14,7 @@ from bestiary.config.experiment import Experiment
 from bestiary.config.suggestions import did_you_mean
 from bestiary.envs.base import References, references
 from bestiary.errors import UserError
-from bestiary.launch.executor import HERE, Ended, Place, evaluations, finished, run_all
+from bestiary.launch.executor import LOCAL, Executor, JobResult, evaluations, finished, run_all
 from bestiary.presets import memory_rl
 from bestiary.presets.budgets import MEMORY_RL
 from bestiary.runtime.local import LocalRuntime
@@ -131,26 +131,26 @@ def estimate(jobs: Sequence[Job], root: Path) -> dict[str, float]:
 def make(
     jobs: Sequence[Job],
     workers: int,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     seconds: dict[str, float],
     stop: Callable[[], bool] = lambda: False,
-    place: Place = HERE,
+    executor: Executor = LOCAL,
 ) -> list[str]:
     """Run what is not finished, several at once, each in a process of its own. Returns what went wrong."""
     left = {job.name: seconds[job.kind] for job in jobs if not job.finished}
     problems: list[str] = []
 
-    def tell(ended: Ended[Job]) -> None:
+    def tell(ended: JobResult[Job]) -> None:
         job = ended.job
         del left[job.name]
         if ended.problem is not None:
             problems.append(f"{job.name}: {ended.problem}")
-            say(problems[-1])
+            log(problems[-1])
             return
         count, rest = len(jobs) - len(left), clock(sum(left.values()) / workers)
-        say(f"{count} of {len(jobs)}  {job.name}: {job.result():.2f} in {clock(ended.seconds)}, about {rest} left")
+        log(f"{count} of {len(jobs)}  {job.name}: {job.result():.2f} in {clock(ended.seconds)}, about {rest} left")
 
-    run_all(jobs, workers, tell, stop, place=place, say=say)
+    run_all(jobs, workers, tell, stop, executor=executor, log=log)
     return problems
 
 

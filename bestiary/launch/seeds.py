@@ -16,7 +16,7 @@ from rich.table import Table
 from bestiary.config.experiment import Experiment
 from bestiary.envs.base import advice
 from bestiary.errors import UserError
-from bestiary.launch.executor import HERE, Ended, Place, evaluations, finished, frames, run_all
+from bestiary.launch.executor import LOCAL, Executor, JobResult, evaluations, finished, frames_trained, run_all
 from bestiary.ops.stats import iqm, stratified_bootstrap, summary
 from bestiary.training.checkpoint import BadCheckpoint
 from bestiary.training.display import count, duration
@@ -80,10 +80,10 @@ def train_seeds(
     seeds: Sequence[int],
     run: Path | str,
     jobs: int | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
     stop: Callable[[], bool] = lambda: False,
-    every: float = 30.0,
-    place: Place = HERE,
+    progress_seconds: float = 30.0,
+    executor: Executor = LOCAL,
 ) -> dict[str, Any]:
     """Train every seed in RUN/seedN, `jobs` at a time (None: one per core), each in a process of its own.
 
@@ -93,36 +93,36 @@ def train_seeds(
     root = Path(run)
     planned = plan(experiment, seeds, root)
     refuse_others(planned, root)
-    many = place.workers(jobs, planned[0].experiment)
+    many = executor.max_workers(jobs, planned[0].experiment)
     problems: dict[int, str] = {}
     started = time.monotonic()
     done = {job.seed for job in planned if finished(job)}
-    say(f"{len(planned)} seed{'s' * (len(planned) > 1)}, {len(done)} finished; {many} at a time -> {root}")
+    log(f"{len(planned)} seed{'s' * (len(planned) > 1)}, {len(done)} finished; {many} at a time -> {root}")
 
     for text in advice(experiment.env, experiment.algo):
-        say(f"warning: {text}")
+        log(f"warning: {text}")
 
-    def tell(ended: Ended[SeedRun]) -> None:
+    def tell(ended: JobResult[SeedRun]) -> None:
         job, _, problem = ended
         if problem is not None:
             problems[job.seed] = problem
-            say(f"{job.name} failed: {problem}")
+            log(f"{job.name} failed: {problem}")
             return
         done.add(job.seed)
-        say(f"{job.name} finished in {duration(ended.seconds)} ({len(done)} of {len(planned)}){_evaluated(job.path)}")
+        log(f"{job.name} finished in {duration(ended.seconds)} ({len(done)} of {len(planned)}){_evaluated(job.path)}")
 
     def watch(working: list[SeedRun]) -> None:
         for job in working:
-            at, budget = frames(job.path), job.experiment.frames
+            at, budget = frames_trained(job.path), job.experiment.frames
             share = f"{min(100, 100 * at / budget):3.0f}%"
-            say(
+            log(
                 f"{duration(time.monotonic() - started)}  {job.name}: {share}, frames {count(at)} of {count(budget)}"
                 f"{_evaluated(job.path)}"
             )
 
     root.mkdir(parents=True, exist_ok=True)
     Run(root)._point_latest()
-    run_all(planned, many, tell, stop, watch, every, place, say)
+    run_all(planned, many, tell, stop, watch, progress_seconds, executor, log)
     return write(report(planned, problems), root)
 
 
@@ -164,7 +164,7 @@ def report(planned: Sequence[SeedRun], problems: dict[int, str]) -> dict[str, An
             "seed": job.seed,
             "run": job.path.name,
             "finished": finished(job),
-            "frames": max(frames(job.path), int(found[-1]["frames"]) if found else 0),
+            "frames": max(frames_trained(job.path), int(found[-1]["frames"]) if found else 0),
             "problem": problems.get(job.seed),
         }
         for metric in METRICS:
@@ -239,7 +239,7 @@ def evaluate_seeds(
     root: Path | str,
     modes: tuple[Mode, ...] = ("greedy", "sampled"),
     checkpoint: str | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
     **options: Any,
 ) -> dict[str, Any]:
     """`evaluate` every run of a directory of seeds alike; statistics over seeds are those of their means.
@@ -257,11 +257,11 @@ def evaluate_seeds(
             result = evaluate(path, modes=modes, checkpoint=checkpoint, **options)
         except BadCheckpoint as e:
             missing[path.name] = str(e)
-            say(f"{path.name} is left out: {e}")
+            log(f"{path.name} is left out: {e}")
             continue
         found.append({"seed": int(path.name.removeprefix("seed")), "run": path.name, **result})
         means = ", ".join(f"{mode} {result[mode]['game']['mean']:.2f}" for mode in modes)
-        say(f"{path.name}: {means}  ({len(found)} of {len(runs)})")
+        log(f"{path.name}: {means}  ({len(found)} of {len(runs)})")
     if not found:
         raise UserError(f"none of the {len(runs)} seeds in {root} can be evaluated, the first: {missing[runs[0].name]}")
     out: dict[str, Any] = {

@@ -17,7 +17,7 @@ from bestiary.config.extras import available, require
 from bestiary.config.schema import differences, encode
 from bestiary.config.suggestions import did_you_mean
 from bestiary.errors import UserError
-from bestiary.launch.executor import HERE, LOOK, Crew, Place, evaluations, finished, frames
+from bestiary.launch.executor import LOCAL, POLL_SECONDS, Executor, JobPool, evaluations, finished, frames_trained
 from bestiary.launch.seeds import METRICS, SeedRun, plan
 from bestiary.launch.spaces import Choices, Range, Space, apply, as_text, flags, load_space, read_space
 from bestiary.training.display import count, duration
@@ -120,10 +120,10 @@ def sweep(
     last: int = 1,
     sampler: Sampler = "tpe",
     prune: bool = True,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
     stop: Callable[[], bool] = lambda: False,
     every: float = 30.0,
-    place: Place = HERE,
+    executor: Executor = LOCAL,
 ) -> list[Told]:
     """Search a space with so many trials, or go on until there are.
 
@@ -137,17 +137,17 @@ def sweep(
         raise UserError(f"trials={trials} must be at least 1")
     root = Path(run)
     refuse_others(search, root)
-    many = place.workers(jobs, experiment)
-    with Crew[SeedRun](many, root, place, say) as crew:
+    many = executor.max_workers(jobs, experiment)
+    with JobPool[SeedRun](many, root, executor, log) as pool:
         Run(root)._point_latest()
         Run(root).write("sweep.json", json.dumps(search.to_json(), indent=2))
         study = open_study(search, root, sampler, prune)
         if prune and experiment.evaluation.every is None:
-            say(
+            log(
                 "nothing is stopped early: runs are only evaluated at their end; give --evaluation.every to change that"
             )
         try:
-            _Sitting(search, study, crew, root, trials, say).run(stop, every)
+            _Sitting(search, study, pool, root, trials, log).run(stop, every)
         finally:
             told = results(search, study)
             write(search, told, root)
@@ -156,7 +156,7 @@ def sweep(
 
         picture(search.space, search.metric, told, importances(study, search.space), root / "sweep.png")
     else:
-        say('no picture: it needs the extra "plot"')
+        log('no picture: it needs the extra "plot"')
     return told
 
 
@@ -198,12 +198,12 @@ class _Sitting:
         self,
         search: Sweep,
         study: optuna.Study,
-        crew: Crew[SeedRun],
+        pool: JobPool[SeedRun],
         root: Path,
         wanted: int,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
-        self.search, self.study, self.crew, self.root, self.wanted, self.say = search, study, crew, root, wanted, say
+        self.search, self.study, self.pool, self.root, self.wanted, self.log = search, study, pool, root, wanted, log
         self.open: list[Trial] = []
         self.failures = 0
         self.any_good = bool(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)))
@@ -212,14 +212,16 @@ class _Sitting:
         started = looked = judged = time.monotonic()
         self._take_up()
         known = self.study.get_trials(deepcopy=False)
-        self.say(f"{len(known) - len(self.open)} of {self.wanted} trials are known; {self.crew.workers} runs at a time")
+        self.log(
+            f"{len(known) - len(self.open)} of {self.wanted} trials are known; {self.pool.max_workers} runs at a time"
+        )
         while not stop():
-            while self.crew.free and (trial := self._next()) is not None:
-                self.crew.start(trial.waiting.pop(0))
+            while self.pool.free and (trial := self._next()) is not None:
+                self.pool.start(trial.waiting.pop(0))
             if not self.open:
                 break
-            time.sleep(LOOK)
-            ended = self.crew.ended()
+            time.sleep(POLL_SECONDS)
+            ended = self.pool.poll()
             for job, _, problem in ended:
                 trial = next(t for t in self.open if job in t.jobs)
                 if problem is not None and trial.problem is None:
@@ -256,7 +258,7 @@ class _Sitting:
             told.set_user_attr("same_as", twin.number)
             told.set_user_attr("seeds", twin.user_attrs["seeds"])
             self.study.tell(told, twin.value)
-            self.say(f"trial {told.number}: the settings of trial {twin.number} again")
+            self.log(f"trial {told.number}: the settings of trial {twin.number} again")
             return
         path = self.root / f"trial{told.number:04d}"
         try:
@@ -293,11 +295,11 @@ class _Sitting:
     def _give_up(self, trial: Trial) -> None:
         trial.waiting.clear()
         for job in trial.jobs:
-            self.crew.stop(job)
+            self.pool.stop(job)
 
     def _close(self, trial: Trial) -> None:
         """Nothing of it is to come: tell what it was worth."""
-        if trial.waiting or any(one.job in trial.jobs for one in self.crew.working):
+        if trial.waiting or any(one.job in trial.jobs for one in self.pool.running):
             return
         self.open.remove(trial)
         if trial.problem is not None:
@@ -327,16 +329,16 @@ class _Sitting:
 
     def _ended(self, number: int, text: str) -> None:
         done = len(self.study.get_trials(deepcopy=False)) - len(self.open)
-        self.say(f"trial {number}: {text}  ({done} of {self.wanted})")
+        self.log(f"trial {number}: {text}  ({done} of {self.wanted})")
         write(self.search, results(self.search, self.study), self.root)
 
     def _tell(self, passed: str) -> None:
-        for one in self.crew.working:
+        for one in self.pool.running:
             job = one.job
             values = self.search.values(job.path)
-            where = f"frames {count(frames(job.path))} of {count(job.experiment.frames)}"
+            where = f"frames {count(frames_trained(job.path))} of {count(job.experiment.frames)}"
             also = f", {self.search.metric} {values[-1]:.2f}" if values else ""
-            self.say(f"{passed}  {job.path.parent.name}, {job.name}: {where}{also}")
+            self.log(f"{passed}  {job.path.parent.name}, {job.name}: {where}{also}")
 
 
 def suggest(told: optuna.Trial, name: str, entry: Range | Choices) -> Any:

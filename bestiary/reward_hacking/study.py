@@ -28,7 +28,7 @@ from bestiary.envs.reward_components import file_name, spell, worth
 from bestiary.envs.riverraid import ACTIONS as BUTTONS
 from bestiary.envs.riverraid import Riverraid, reward_of
 from bestiary.errors import UserError
-from bestiary.launch.executor import HERE, Ended, Place, finished, frames, run_all
+from bestiary.launch.executor import LOCAL, Executor, JobResult, finished, frames_trained, run_all
 from bestiary.nets import Resnet, Shallow
 from bestiary.reward_hacking.report.figures import MODES
 from bestiary.reward_hacking.report.page import write_report
@@ -132,7 +132,7 @@ def study(
     command: str = "",
     say: Say = lambda text: None,
     stop: Callable[[], bool] = lambda: False,
-    place: Place = HERE,
+    executor: Executor = LOCAL,
 ) -> Path | None:
     """Train, judge and report; what is done already is left alone. None if told to stop before the end."""
     require("matplotlib", "plot")
@@ -145,7 +145,7 @@ def study(
     warnings = dict.fromkeys(text for job in planned for text in advice(job.experiment.env, job.experiment.algo))
     for text in warnings:
         say(f"warning: {text}")
-    problems = train_all(planned, jobs, say, stop, place)
+    problems = train_all(planned, jobs, say, stop, executor)
     if stop():
         return None
     rows, correlations, moments = [], [], []
@@ -198,15 +198,15 @@ def conditions(experiment: Experiment) -> dict[str, Any]:
 
 
 def train_all(
-    planned: Sequence[Trained], jobs: int | None, say: Say, stop: Callable[[], bool], place: Place
+    planned: Sequence[Trained], jobs: int | None, say: Say, stop: Callable[[], bool], executor: Executor
 ) -> dict[str, str]:
     """What is not trained yet, side by side; who failed, and why."""
     problems: dict[str, str] = {}
-    many = place.workers(jobs, planned[0].experiment)
+    many = executor.max_workers(jobs, planned[0].experiment)
     done = sum(map(finished, planned))
     say(f"{len(planned)} runs, {done} finished; {many} at a time -> {planned[0].path.parent}")
 
-    def tell(ended: Ended[Trained]) -> None:
+    def tell(ended: JobResult[Trained]) -> None:
         if ended.problem is not None:
             problems[ended.job.name] = ended.problem
             say(f"{ended.job.name} failed: {ended.problem}")
@@ -215,9 +215,9 @@ def train_all(
 
     def watch(working: list[Trained]) -> None:
         for job in working:
-            say(f"{job.name}: frames {count(frames(job.path))} of {count(job.experiment.frames)}")
+            say(f"{job.name}: frames {count(frames_trained(job.path))} of {count(job.experiment.frames)}")
 
-    run_all(planned, many, tell, stop, watch, place=place, say=say)
+    run_all(planned, many, tell, stop, watch, executor=executor, log=say)
     return problems
 
 

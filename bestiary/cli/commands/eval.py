@@ -60,7 +60,7 @@ def main(args: list[str]) -> int:
     if cfg.command is not None:
         options["command"] = parse_command(cfg.command)
     if seeds.find(cfg.run):
-        return print_seeds(seeds.evaluate_seeds(cfg.run, modes=modes, say=print, **options), modes)
+        return print_seeds(seeds.evaluate_seeds(cfg.run, modes=modes, log=print, **options), modes)
     print_report(evaluate(cfg.run, modes=modes, **options), modes)
     return 0
 

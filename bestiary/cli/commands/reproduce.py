@@ -8,9 +8,9 @@ import tyro
 
 from bestiary.analysis.curves import Statistic
 from bestiary.cli.commands.train import Signals
-from bestiary.cli.parse import parse, take_place
+from bestiary.cli.parse import ExecutorName, parse
 from bestiary.errors import UserError
-from bestiary.launch.executor import Place, refuse_none
+from bestiary.launch.executor import Executor, check_jobs, choose_executor
 from bestiary.launch.reproduce import Scale, clock, estimate, make, picture, plan
 
 
@@ -28,7 +28,9 @@ class Settings:
     aggregate: Statistic = "mean"
     """over seeds; iqm: mean of the middle half"""
     jobs: int | None = None
-    """runs at a time; None: one per processor core, here or with --runtime ray[:ADDRESS] of the cluster"""
+    """runs at a time; None: one per processor core, of this machine or of the cluster of --executor"""
+    executor: ExecutorName = "local"
+    """local: runs are processes of this machine; ray[:ADDRESS]: of a Ray cluster, at RAY_ADDRESS, auto or HOST:PORT"""
     plan: bool = False
     """only say what would be run and how long it would take"""
     out: Path | None = None
@@ -36,18 +38,17 @@ class Settings:
 
 
 def main(args: list[str]) -> int:
-    place, words = take_place(args)
-    cfg = parse(Settings, words, "bestiary reproduce")
-    refuse_none(cfg.jobs)
-    with place:
-        return carry_out(cfg, place)
+    cfg = parse(Settings, args, "bestiary reproduce")
+    check_jobs(cfg.jobs)
+    with choose_executor(cfg.executor) as executor:
+        return carry_out(cfg, executor)
 
 
-def carry_out(cfg: Settings, place: Place) -> int:
+def carry_out(cfg: Settings, executor: Executor) -> int:
     root = cfg.out or Path("runs/reproduce") / f"{cfg.figure.replace('/', '-')}-{cfg.scale}"
     jobs = plan(cfg.figure, cfg.scale, cfg.seeds, cfg.cores, root)
     missing = [job for job in jobs if not job.finished]
-    many = place.workers(cfg.jobs, jobs[0].experiment)
+    many = executor.max_workers(cfg.jobs, jobs[0].experiment)
     print(
         f"{len(jobs)} runs, {len(jobs) - len(missing)} of them finished; measuring this machine's speed ...", flush=True
     )
@@ -59,7 +60,7 @@ def carry_out(cfg: Settings, place: Place) -> int:
             print(f"  {job.name}: {job.experiment.frames:,} frames, {clock(seconds[job.kind])}")
         return 0
     stop = Signals()
-    problems = make(jobs, many, lambda text: print(text, flush=True), seconds, stop, place)
+    problems = make(jobs, many, lambda text: print(text, flush=True), seconds, stop, executor)
     if any(job.finished for job in jobs):
         files = picture(jobs, cfg.figure, root / "figure", cfg.aggregate)
         print(f"written to {', '.join(map(str, files))}")

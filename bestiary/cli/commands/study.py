@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bestiary.cli.commands.train import Signals
-from bestiary.cli.parse import Flat, check_parts, parse, take_place
+from bestiary.cli.parse import ExecutorName, Flat, check_parts, parse
 from bestiary.config.plugins import load_plugins
 from bestiary.config.schema import Counts
 from bestiary.errors import UserError
+from bestiary.launch.executor import choose_executor
 from bestiary.launch.seeds import parse_seeds
 from bestiary.presets import preset
 from bestiary.training.run import new_path
@@ -17,8 +18,8 @@ USAGE = """\
 usage: bestiary study riverraid --proxy score,pacifist:20 --width 256,1024 --depth 1,2 --seeds 3 [--run DIR]
 
 Trains every combination of proxy, width, depth and seed, plays whole games of every checkpoint, counts them under every
-reward, and writes DIR/report.html. Run it again with the same --run to go on. With --runtime ray or
-ray:HOST:PORT, runs are made on a cluster.
+reward, and writes DIR/report.html. Run it again with the same --run to go on. With --executor ray
+or ray:HOST:PORT, runs are made on a Ray cluster.
 
 `bestiary study riverraid --help` lists every setting."""
 
@@ -41,14 +42,15 @@ class Settings:
     true: str = "score"
     """the reward that matters and that nobody is trained on, unless it is named as a proxy too"""
     jobs: int | None = None
-    """runs at a time; None: one per core, here or with --runtime ray[:ADDRESS] of the cluster"""
+    """runs at a time; None: one per core, of this machine or of the cluster of --executor"""
+    executor: ExecutorName = "local"
+    """local: runs are processes of this machine; ray[:ADDRESS]: of a Ray cluster, at RAY_ADDRESS, auto or HOST:PORT"""
     run: Path | None = None
     """where runs and report go; None: a new one under runs/"""
 
 
 def main(args: list[str]) -> int:
     load_plugins()
-    place, args = take_place(args)
     if not args or args[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if args else 2
@@ -59,8 +61,9 @@ def main(args: list[str]) -> int:
 
     seeds = parse_seeds(cfg.seeds, cfg.experiment.seed)
     root = cfg.run or new_path(f"{args[0]}-study", seeds[0])
+    executor = choose_executor(cfg.executor)
     stop = Signals()
-    with place:
+    with executor:
         report = study(
             cfg.experiment,
             [proxy.strip() for proxy in cfg.proxy.split(",") if proxy.strip()],
@@ -75,7 +78,7 @@ def main(args: list[str]) -> int:
             command=shlex.join(["bestiary", "study", *without_run(args)]),
             say=lambda text: print(text, flush=True),
             stop=stop,
-            place=place,
+            executor=executor,
         )
     if report is None:
         print(f"stopped; the same command with --run {root} goes on")

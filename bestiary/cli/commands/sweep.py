@@ -8,11 +8,12 @@ from rich.console import Console
 from rich.table import Table
 
 from bestiary.cli.commands.train import Signals
-from bestiary.cli.parse import Flat, check_parts, parse, take_place
+from bestiary.cli.parse import ExecutorName, Flat, check_parts, parse
 from bestiary.config.extras import require
 from bestiary.config.plugins import load_plugins
 from bestiary.config.schema import Count
 from bestiary.errors import UserError
+from bestiary.launch.executor import choose_executor
 from bestiary.launch.spaces import BUILTIN, as_text
 from bestiary.presets import preset
 from bestiary.training.run import new_path
@@ -28,8 +29,8 @@ SPACE is a .toml or .json file, which says for each setting what it may be: {low
   "algo.optimizer.lr" = {low = 1e-5, high = 1e-2, log = true}
   "algo.batch-size" = {choices = [8, 16, 32]}
 
-or the name of a builtin one: %s. Run it again with the same --run to go on. With --runtime ray or
-ray:HOST:PORT, runs are made on a cluster.
+or the name of a builtin one: %s. Run it again with the same --run to go on. With --executor ray
+or ray:HOST:PORT, runs are made on a Ray cluster.
 
 `bestiary sweep PRESET --help` lists every setting; presets are those of `bestiary train`."""
 SHOWN = 10
@@ -53,14 +54,15 @@ class Settings:
     prune: bool = True
     """stop a trial that is worse than half of the others were at the same time; needs --evaluation.every"""
     jobs: int | None = None
-    """runs at a time; None: one per core, here or with --runtime ray[:ADDRESS] of the cluster"""
+    """runs at a time; None: one per core, of this machine or of the cluster of --executor"""
+    executor: ExecutorName = "local"
+    """local: runs are processes of this machine; ray[:ADDRESS]: of a Ray cluster, at RAY_ADDRESS, auto or HOST:PORT"""
     run: Path | None = None
     """where trials and results go, DIR/trial0000/seed0 ...; None: a new one under runs/"""
 
 
 def main(args: list[str]) -> int:
     load_plugins()
-    place, args = take_place(args)
     if not args or args[0] in ("-h", "--help"):
         print(USAGE % ", ".join(BUILTIN))
         return 0 if args else 2
@@ -72,7 +74,7 @@ def main(args: list[str]) -> int:
 
     root = cfg.run or new_path(f"{args[0]}-sweep", cfg.experiment.seed)
     stop = Signals()
-    with place:
+    with choose_executor(cfg.executor) as executor:
         told = sweep(
             cfg.experiment,
             cfg.space,
@@ -84,9 +86,9 @@ def main(args: list[str]) -> int:
             cfg.last,
             cfg.sampler,
             cfg.prune,
-            say=lambda text: print(text, flush=True),
+            log=lambda text: print(text, flush=True),
             stop=stop,
-            place=place,
+            executor=executor,
         )
     print_best(told, cfg.metric)
     files = [root / name for name in ("trials.csv", "sweep.png") if (root / name).exists()]

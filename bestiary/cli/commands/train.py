@@ -8,11 +8,11 @@ from types import FrameType
 
 from rich.console import Console
 
-from bestiary.cli.parse import Flat, check_parts, parse, take_place
+from bestiary.cli.parse import ExecutorName, Flat, check_parts, parse
 from bestiary.config.experiment import Experiment
 from bestiary.config.plugins import load_plugins, plugin_args
 from bestiary.errors import UserError
-from bestiary.launch.executor import HERE, Place
+from bestiary.launch.executor import choose_executor
 from bestiary.presets import PRESETS, preset
 from bestiary.runtime import Ray
 from bestiary.runtime.ray.supervisor import is_supervised, supervise
@@ -29,27 +29,27 @@ class Train:
     seeds: str | None = None
     """train several side by side: how many from --seed on (5), a range (25..29) or a list (1,5,9)"""
     jobs: int | None = None
-    """with --seeds, processes at a time; None: one per core, here or with --runtime ray[:ADDRESS] of the cluster"""
+    """with --seeds, processes at a time; None: one per core, of this machine or of the cluster of --executor"""
+    executor: ExecutorName = "local"
+    """with --seeds; local: runs are processes of this machine; ray[:ADDRESS]: of a Ray cluster (auto or HOST:PORT)"""
     plain: bool = False
     """plain lines even on a terminal"""
 
 
 def main(args: list[str]) -> int:
     load_plugins()
-    place, args = take_place(args)
     if not args or args[0] in ("-h", "--help"):
-        print("usage: bestiary train PRESET [part:choice ...] [--flags] [--seeds 5 [--runtime ray]] [--run DIR]")
+        print("usage: bestiary train PRESET [part:choice ...] [--flags] [--seeds 5 [--executor ray]] [--run DIR]")
         print("\npresets:")
         print("\n".join(f"  {name:18} {text}" for name, (_, text) in PRESETS.items()))
         print("\n`bestiary train PRESET --help` lists every setting of a preset.")
         return 0 if args else 2
     chosen = read(args)
     if chosen.seeds is not None:
-        with place:
-            return run_seeds(chosen, args[0], place)
-    if place is not HERE:
+        return run_seeds(chosen, args[0])
+    if chosen.executor != "local":
         raise UserError(
-            "--runtime ray is for several seeds, a run each: name them with --seeds; runtime:ray spreads one"
+            f"--executor {chosen.executor} is for several runs: name their seeds with --seeds; runtime:ray spreads one"
         )
     if chosen.jobs is not None:
         raise UserError("--jobs are for several seeds: name them with --seeds")
@@ -106,15 +106,22 @@ def run_session(experiment: Experiment, path: Path, screen: Screen, checkpoint: 
     return 0
 
 
-def run_seeds(chosen: Train, name: str, place: Place) -> int:
+def run_seeds(chosen: Train, name: str) -> int:
     from bestiary.launch import seeds
 
     numbers = seeds.parse_seeds(chosen.seeds or "", chosen.experiment.seed)
     root = chosen.run or new_path(f"{name}-x{len(numbers)}", numbers[0])
-    stop = Signals()
-    result = seeds.train_seeds(
-        chosen.experiment, numbers, root, chosen.jobs, say=lambda text: print(text, flush=True), stop=stop, place=place
-    )
+    with choose_executor(chosen.executor) as executor:
+        stop = Signals()
+        result = seeds.train_seeds(
+            chosen.experiment,
+            numbers,
+            root,
+            chosen.jobs,
+            log=lambda text: print(text, flush=True),
+            stop=stop,
+            executor=executor,
+        )
     console = Console()
     console.print(seeds.table(result))
     console.print(f"written to {root / 'seeds.json'} and {root / 'seeds.csv'}", soft_wrap=True)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from bestiary.config.compat import copy_all, lerp_all
 from bestiary.config.schema import Count, Counts
 from bestiary.errors import UserError
 from bestiary.nets import Torso
@@ -143,9 +144,9 @@ class Target:
         mine: list[Tensor] = list(self.module.parameters())
         theirs: list[Tensor] = list(self.source.parameters())
         if self.tau is not None:
-            torch._foreach_lerp_(mine, theirs, self.tau)  # type: ignore
+            lerp_all(mine, theirs, self.tau)
         elif self.period is not None and updates % self.period == 0:
-            torch._foreach_copy_(mine, theirs)  # type: ignore
+            copy_all(mine, theirs)
 
 
 def parameter_groups(module: nn.Module, memory_lr: float | None) -> list[dict[str, Any]]:

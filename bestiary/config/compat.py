@@ -80,3 +80,13 @@ def copy_all(targets: Sequence[Any], sources: Sequence[Any]) -> None:
     import torch
 
     torch._foreach_copy_(targets, sources)  # type: ignore[attr-defined]
+
+
+def optuna_trial(study: Any, frozen: Any) -> Any:
+    """The running trial of a study that an earlier process left unfinished, from its frozen description.
+
+    Reason: Optuna offers no other way to continue a trial, and a trial's id is private. Checked with Optuna 5.0.
+    """
+    import optuna
+
+    return optuna.Trial(study, frozen._trial_id)

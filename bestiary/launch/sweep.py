@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from bestiary.config.compat import optuna_trial
 from bestiary.config.experiment import Experiment
 from bestiary.config.extras import available, require
 from bestiary.config.schema import differences, encode
@@ -241,7 +242,7 @@ class _Sitting:
     def _take_up(self) -> None:
         """Trials that were broken off go on, with their own settings."""
         for frozen in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            self._open(optuna.Trial(self.study, frozen._trial_id))
+            self._open(optuna_trial(self.study, frozen))
 
     def _next(self) -> Trial | None:
         """A trial with a run to start: one that is open, else a new one."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from bestiary.algos.base import Agent, apply_gradient
 from bestiary.algos.exploration import Explorer, Fixed
 from bestiary.algos.off_policy import burn_in_state, split
+from bestiary.config.compat import lerp_all
 from bestiary.config.schema import Count, Counts, Numbers
 from bestiary.cores.base import CoreConfig
 from bestiary.errors import UserError
@@ -409,7 +410,7 @@ class CommandLearner:
         if self.agent is not self.online:
             # of the first updates it is a plain mean
             share = max(1 - cfg.average, 1 / self.updates) if cfg.average is not None else 1.0
-            torch._foreach_lerp_(self.slow, self.quick, share)  # type: ignore
+            lerp_all(self.slow, self.quick, share)
             self.agent.centre.copy_(self.online.centre)
             self.agent.spans.copy_(self.online.spans)
         self.agent.untrained.fill_(False)

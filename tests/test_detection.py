@@ -27,7 +27,7 @@ from bestiary.cli.parse import parse
 from bestiary.config.experiment import Experiment
 from bestiary.cores import Ff, Lstm
 from bestiary.envs import Catch, Gym, Recall
-from bestiary.envs.reward_components import Proxy
+from bestiary.envs.reward_components import ComponentReward
 from bestiary.nets import Mlp, Net
 from bestiary.reward_hacking.detection import (
     DISTANCES,
@@ -514,7 +514,7 @@ class Buttons(gymnasium.Env):
 @pytest.fixture(autouse=True, scope="module")
 def _buttons():
     def make(reward):
-        return Proxy(Buttons(), {"second": lambda move: float(move.action == 1)}, reward)
+        return ComponentReward(Buttons(), {"second": lambda move: float(move.action == 1)}, reward)
 
     gymnasium.register("Buttons-v0", entry_point=make)
     yield

@@ -26,8 +26,18 @@ from bestiary.config.experiment import Evaluation, Experiment
 from bestiary.config.extras import available
 from bestiary.envs import Riverraid, riverraid
 from bestiary.envs.env_batch import EnvBatch, Raw
-from bestiary.envs.reward_components import Move, Proxy, worth
-from bestiary.envs.riverraid import COMPONENTS, FULL, NOOP, PROXIES, UP, Plane, RiverraidGame, fuel_in, reward_of
+from bestiary.envs.reward_components import ComponentReward, Transition, weighted_sum
+from bestiary.envs.riverraid import (
+    COMPONENTS,
+    FULL,
+    NAMED_REWARDS,
+    NOOP,
+    UP,
+    PlaneState,
+    RiverraidGame,
+    fuel_level,
+    reward_weights,
+)
 from bestiary.nets import Net, Shallow
 from bestiary.runtime import Local
 from bestiary.runtime.start import start
@@ -39,8 +49,8 @@ NAMES = ("score", *COMPONENTS)
 RIGHT, LEFT = 3, 4
 
 
-def proxied(reward: str = "score", **settings: Any) -> Proxy:
-    return Proxy(RiverraidGame(**settings), COMPONENTS, reward, PROXIES)
+def proxied(reward: str = "score", **settings: Any) -> ComponentReward:
+    return ComponentReward(RiverraidGame(**settings), COMPONENTS, reward, NAMED_REWARDS)
 
 
 def named(told: dict[str, Any]) -> dict[str, float]:
@@ -113,8 +123,8 @@ def test_components_are_what_was_recorded(ours, recorded, again: Played, golden)
     ],
 )
 def test_proxies_pay_what_was_recorded(reward, recorded, again: Played, golden):
-    weights = reward_of(reward)
-    paid = [worth(weights, dict(zip(NAMES, row, strict=True))) for row in again.told["components"]]
+    weights = reward_weights(reward)
+    paid = [weighted_sum(weights, dict(zip(NAMES, row, strict=True))) for row in again.told["components"]]
     assert np.array_equal(paid, golden[recorded])
 
 
@@ -126,17 +136,17 @@ def test_without_a_new_start_the_first_move_of_a_game_would_count_as_one(golden)
     """The reference never forgets where the last game ended."""
     x = golden["player_x"].tolist()
     pairs = zip([76, *x[:-1]], x, strict=True)
-    moved = [COMPONENTS["moved"](Move({"x": a}, 0, None, 0.0, {"x": b})) for a, b in pairs]
+    moved = [COMPONENTS["moved"](Transition({"x": a}, 0, None, 0.0, {"x": b})) for a, b in pairs]
     assert np.array_equal(moved, golden["moved"])
     assert np.array_equal(10.0 - 5.0 * np.array(moved), golden["move_penalty_5"])
     assert (golden["move_penalty_5"] != golden["move_penalty_5_xreset"]).sum() == 1
 
 
 def told_of(ram: NDArray[np.uint8]) -> dict[str, Any]:
-    plane = Plane()
-    plane.begin(ram, 4)
-    plane.move(ram, 4)
-    return plane.told() | {"frames": 4}
+    plane = PlaneState()
+    plane.reset(ram, 4)
+    plane.update(ram, 4)
+    return plane.info() | {"frames": 4}
 
 
 @pytest.mark.parametrize(("x", "distance"), [(60, 12.8), (92, 12.8), (110, 57.8), (76, 0), (21, 151.25)])
@@ -144,13 +154,13 @@ def test_bytes_are_widened_before_they_are_squared(x: int, distance: float):
     """In eight bits 16 squared is 0."""
     ram = np.zeros(128, np.uint8)
     ram[51] = x
-    assert COMPONENTS["centre"](Move({}, 0, None, 0.0, told_of(ram))) == pytest.approx(distance, abs=1e-12)
+    assert COMPONENTS["centre"](Transition({}, 0, None, 0.0, told_of(ram))) == pytest.approx(distance, abs=1e-12)
 
 
 def test_fuel_is_two_bytes():
     ram = np.zeros(128, np.uint8)
     ram[55], ram[56] = 200, 100
-    assert told_of(ram)["fuel"] == fuel_in(ram) == 51_300
+    assert told_of(ram)["fuel"] == fuel_level(ram) == 51_300
 
 
 def test_a_crash_is_told_from_the_first_dead_move_to_the_last(again: Played):
@@ -199,7 +209,7 @@ def test_flags_of_the_reference_have_a_name(fuel_multiplier, move_penalty, rewar
     before = np.where(golden["reset_before"], 76, np.concatenate([[76], x[:-1]]))
     rows = zip(*(a.tolist() for a in (golden["score"], golden["missile"], x, before)), strict=True)
     expected = [by_the_flags(fuel_multiplier, move_penalty, *row) for row in rows]
-    weights = reward_of(reward)
+    weights = reward_weights(reward)
     paid = sum(weight * again.components[name] for name, weight in weights.items())
     assert paid == pytest.approx(expected, abs=1e-9)
 
@@ -212,14 +222,14 @@ def test_what_the_reference_logs_beside_its_reward_has_a_name_too(q, reward, aga
     x = golden["player_x"].astype(int)
     before = np.where(golden["reset_before"], 76, np.concatenate([[76], x[:-1]]))
     expected = 10 - q * (x != before) if q >= 0 else 10 + q * (x - 76) ** 2 / 20
-    paid = sum(weight * again.components[name] for name, weight in reward_of(reward).items())
+    paid = sum(weight * again.components[name] for name, weight in reward_weights(reward).items())
     assert paid == pytest.approx(expected, abs=1e-9)
 
 
 def test_the_defaults_of_the_reference_pay_for_being_there(again: Played):
     assert riverraid.from_flags() == "move:0"
-    weights = reward_of(riverraid.from_flags())
-    assert {worth(weights, dict(zip(NAMES, row, strict=True))) for row in again.told["components"]} == {10.0}
+    weights = reward_weights(riverraid.from_flags())
+    assert {weighted_sum(weights, dict(zip(NAMES, row, strict=True))) for row in again.told["components"]} == {10.0}
 
 
 # -- pictures and actions ---------------------------------------------------------------------------------------
@@ -400,7 +410,7 @@ def test_without_life_loss_only_the_end_of_a_game_is_terminal(case: Case):
 
 
 def test_every_row_is_paid_what_the_reward_says(case: Case):
-    weights = reward_of(case.cfg.reward)
+    weights = reward_weights(case.cfg.reward)
     prices = np.array([weights.get(name, 0.0) for name in NAMES])
     for raw, reward in zip(case.raws, case.rollout.steps.reward[1:], strict=True):
         assert raw.components is not None
@@ -423,9 +433,9 @@ def test_games_and_lives_add_up_the_components_of_their_moves(case: Case):
                 assert list(told.components.values()) == game.tolist()
                 assert [list(part.values()) for part in told.life_components] == [part.tolist() for part in lives]
                 assert told.components["survival"] == told.steps == steps
-                weights = reward_of(case.cfg.reward)
-                assert worth(weights, told.components) == pytest.approx(told.score)
-                assert [worth(weights, part) for part in told.life_components] == pytest.approx(told.lives)
+                weights = reward_weights(case.cfg.reward)
+                assert weighted_sum(weights, told.components) == pytest.approx(told.score)
+                assert [weighted_sum(weights, part) for part in told.life_components] == pytest.approx(told.lives)
                 game, life, lives, steps = np.zeros(len(NAMES)), np.zeros(len(NAMES)), [], 0
                 found += 1
                 continue
@@ -559,7 +569,7 @@ def garbage_points(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def garbage_components(paid: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is not paid for is not even a number."""
-    spoilt = {name: part if name in reward_of(paid) else lambda m: np.nan for name, part in COMPONENTS.items()}
+    spoilt = {name: part if name in reward_weights(paid) else lambda m: np.nan for name, part in COMPONENTS.items()}
     monkeypatch.setattr(riverraid, "COMPONENTS", spoilt)
 
 
@@ -692,7 +702,7 @@ def test_a_launched_plane_flies_from_the_first_move_of_every_life():
     assert over
     assert [told["lives"] for told in began] == [4, 3, 2, 1]  # whoever does nothing crashes
     assert burnt == [4 * 32] * 4
-    assert all(told["fuel"] == fuel_in(told["ram"]) < FULL for told in began)
+    assert all(told["fuel"] == fuel_level(told["ram"]) < FULL for told in began)
 
 
 def until_lost(action: list[int], **settings: Any) -> tuple[list[float], list[dict[str, float]]]:
@@ -762,8 +772,8 @@ def test_a_time_limit_cuts_a_game_without_ending_it():
         ("reward", "score+20*bulet", "there is no component 'bulet': did you mean bullet"),
         ("reward", "xyzzy", "there is no component 'xyzzy': components are score, fuel, survival"),
         ("reward", "pacifist", "components are score, fuel, survival, bullet"),
-        ("reward", "pacifst:20", "there is no reward 'pacifst' that takes a number: did you mean pacifist?"),
-        ("reward", "score:3", "there is no reward 'score' that takes a number: "),
+        ("reward", "pacifst:20", "there is no named reward 'pacifst' that takes a number: did you mean pacifist?"),
+        ("reward", "score:3", "there is no named reward 'score' that takes a number: "),
         ("reward", "fuel:ten", "'ten' in 'fuel:ten' is not a number: write it like fuel:10"),
         ("reward", "move:nan", "'nan' in 'move:nan' is not a number: write it like move:10"),
         ("reward", "fuel:inf", "'inf' in 'fuel:inf' is not a number"),
@@ -775,10 +785,10 @@ def test_a_time_limit_cuts_a_game_without_ending_it():
         ("reward", "score++fuel", "reward='score++fuel' is not a sum of components such as"),
         ("reward", "+", "reward='+' is not a sum of components such as"),
         ("reward", " ", "reward=' ' is not a sum of components such as"),
-        ("reward", "", "reward='' names nothing to be paid for"),
+        ("reward", "", "reward='' names no component"),
         ("stall", "0", "env.stall=0 must be at least 20"),
         ("stall", "19", "env.stall=19 must be at least 20"),
-        ("sticky", "1", "env.sticky=1.0 is a probability below 1"),
+        ("sticky", "1", "env.sticky=1.0 must be a probability below 1"),
         ("frame-skip", "0", "env.frame-skip must be at least 1"),
         ("time-limit-frames", "38", "env.time-limit-frames=38 leaves no time to play"),
     ],
@@ -832,12 +842,12 @@ def test_every_component_is_logged_per_step_life_and_game_whatever_is_paid(run: 
         assert any(row[f"per_game_{name}"] and row[f"per_life_{name}"] for row in rows)
     assert {float(row["per_step_survival"]) for row in rows} == {1.0}
     assert sum(float(row["per_step_score"]) for row in rows) > 0
-    weights = reward_of(run.reward)
+    weights = reward_weights(run.reward)
     for row in rows:
         if row["per_game_score"]:
             game, life = ({name: float(row[f"per_{what}_{name}"]) for name in NAMES} for what in ("game", "life"))
-            assert float(row["score"]) == pytest.approx(worth(weights, game))
-            assert float(row["life_return"]) == pytest.approx(worth(weights, life))
+            assert float(row["score"]) == pytest.approx(weighted_sum(weights, game))
+            assert float(row["life_return"]) == pytest.approx(weighted_sum(weights, life))
             assert float(row["game_steps"]) == pytest.approx(game["survival"])
 
 
@@ -848,14 +858,14 @@ def test_every_game_is_on_record_with_its_components(run: SimpleNamespace):
         parts = {name: float(value) for name, value in (part.split("=") for part in row["components"].split("|"))}
         assert list(parts) == list(NAMES)
         assert parts["survival"] == float(row["steps"])
-        assert float(row["score"]) == pytest.approx(worth(reward_of(run.reward), parts), rel=1e-4)
+        assert float(row["score"]) == pytest.approx(weighted_sum(reward_weights(run.reward), parts), rel=1e-4)
 
 
 def test_evaluations_are_on_record_with_their_components(run: SimpleNamespace):
     (row,) = read_csv(run.path / "evaluations.csv")
     parts = {name: float(row[f"per_game_{name}"]) for name in NAMES}
     assert parts["survival"] == float(row["game_steps"])
-    assert float(row["score"]) == pytest.approx(worth(reward_of(run.reward), parts))
+    assert float(row["score"]) == pytest.approx(weighted_sum(reward_weights(run.reward), parts))
 
 
 def test_an_evaluation_reports_what_its_games_were_made_of(run: SimpleNamespace):
@@ -864,7 +874,7 @@ def test_an_evaluation_reports_what_its_games_were_made_of(run: SimpleNamespace)
     assert found["components"]["survival"]["mean"] == found["steps"]["mean"]
     assert found["components"]["survival"]["n"] == 3
     means = {name: part["mean"] for name, part in found["components"].items()}
-    assert found["game"]["mean"] == pytest.approx(worth(reward_of(run.reward), means))
+    assert found["game"]["mean"] == pytest.approx(weighted_sum(reward_weights(run.reward), means))
 
 
 # -- under its Gymnasium name -----------------------------------------------------------------------------------
@@ -906,8 +916,8 @@ def section(title: str) -> str:
 def test_the_page_names_every_component_and_reward():
     rows = re.findall(r"^\| `([\w:]+)` \|", section("Rewards by name"), re.M)
     assert {name for name in rows if ":" not in name} == set(NAMES)
-    assert {name.split(":")[0] for name in rows if ":" in name} == set(PROXIES)
-    assert {f"{name}:X" for name in PROXIES} < set(rows)
+    assert {name.split(":")[0] for name in rows if ":" in name} == set(NAMED_REWARDS)
+    assert {f"{name}:X" for name in NAMED_REWARDS} < set(rows)
 
 
 def test_the_page_translates_flags_as_the_program_does():

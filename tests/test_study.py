@@ -16,7 +16,7 @@ from bestiary.cli import main
 from bestiary.config.experiment import Evaluation, Experiment
 from bestiary.cores import Ff, Lstm
 from bestiary.envs import Catch, Recall, Riverraid
-from bestiary.envs.riverraid import LIVELY, inert, possible_moves, reward_of
+from bestiary.envs.riverraid import EFFECTIVE_RANGE, inert_components, possible_transitions, reward_weights
 from bestiary.errors import UserError
 from bestiary.launch.seeds import train_seeds
 from bestiary.nets import Net, Shallow
@@ -87,8 +87,8 @@ def test_sizes_are_those_of_the_reference(width, depth, trunk, total):
     ],
 )
 def test_what_clipping_to_one_makes_inert(reward, dead):
-    assert inert(reward_of(reward), "abs_one") == dead
-    assert inert(reward_of(reward), "none") == []
+    assert inert_components(reward_weights(reward), "abs_one") == dead
+    assert inert_components(reward_weights(reward), "none") == []
     said = Riverraid(reward).advice("abs_one")
     assert len(said) == len(dead) and Riverraid(reward).advice("none") == []
     for text, part in zip(said, dead, strict=True):
@@ -97,16 +97,16 @@ def test_what_clipping_to_one_makes_inert(reward, dead):
 
 
 def test_the_values_that_are_offered_instead_are_not_inert():
-    for name, words in LIVELY.items():
+    for name, words in EFFECTIVE_RANGE.items():
         edge = float(words.split()[-1])
         inside, outside = (edge - 1e-4, edge) if words.startswith("below") else (edge + 1e-4, edge)
-        assert inert(reward_of(f"{name}:{inside}"), "abs_one") == []
-        assert inert(reward_of(f"{name}:{outside}"), "abs_one") != []
+        assert inert_components(reward_weights(f"{name}:{inside}"), "abs_one") == []
+        assert inert_components(reward_weights(f"{name}:{outside}"), "abs_one") != []
         assert words in Riverraid(f"{name}:{outside}").advice("abs_one")[0]
 
 
 def test_moves_that_are_possible_have_every_component_that_there_is():
-    moves = possible_moves()
+    moves = possible_transitions()
     env_batch = Riverraid().make(1, 0, 0, 1)
     assert set(moves) == set(env_batch.components)
     env_batch.close()
@@ -164,7 +164,7 @@ def test_a_run_is_counted_by_any_reward_without_training_it_again(tmp_path, caps
         assert "…" not in said  # every digit
     parts = {name: value["mean"] for name, value in means[None]["components"].items()}
     for reward, found in means.items():
-        weights = reward_of(reward or "pacifist:20")
+        weights = reward_weights(reward or "pacifist:20")
         assert {name: value["mean"] for name, value in found["components"].items()} == parts  # the very same games
         assert found["game"]["mean"] == pytest.approx(sum(w * parts[name] for name, w in weights.items()))
     assert len({found["game"]["mean"] for found in means.values()}) > 2
@@ -389,7 +389,7 @@ def test_studies_that_cannot_be_are_refused_in_one_sentence(done, tmp_path, caps
 
     refused("holds a study with another plan", "--games", "3", where=done)
     refused("there is no component 'luck'", "--proxy", "luck")
-    refused("there is no reward 'fuell' that takes a number: did you mean fuel?", "--proxy", "fuell:10")
+    refused("there is no named reward 'fuell' that takes a number: did you mean fuel?", "--proxy", "fuell:10")
     refused("'ten' in 'fuel:ten' is not a number", "--proxy", "fuel:ten")
     refused("one of its proxies, widths, depths or seeds is named twice", "--proxy", "score,score")
     refused("widths, depths and checkpoints must be at least 1", "--width", "0")

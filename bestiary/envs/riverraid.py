@@ -1,9 +1,9 @@
-"""Riverraid as a laboratory of rewards: proxies by name, all components on record, and instruments against an exploit.
+"""Riverraid with named rewards: reward proxies (Pan et al. 2022), all reward components, options against an exploit.
 
-Memory of the console, verified on the cartridge that comes with ale-py: byte 51 is where the plane is, 50 how high its
-shot (180: there is none), 55 and 56 the fuel, 58 what the plane looks like (223: it has crashed; 446 of 446 lost lives
-of three scripted players began with it, and nothing else did). Bytes are widened before anything is computed: in eight
-bits it wraps.
+RAM of the console, verified on the cartridge that comes with ale-py: byte 51 is the plane's x position, byte 50 the
+height of its missile (180: no missile), bytes 55 and 56 the fuel, byte 58 the plane's shape (223: a wreck; all 446 lost
+lives of three scripted policies began with this value, and nothing else did). Bytes are converted to int before any
+arithmetic, because uint8 arithmetic wraps.
 """
 
 from collections.abc import Callable
@@ -19,18 +19,26 @@ from bestiary.config.extras import require
 from bestiary.envs.atari import FRAMES_PER_SECOND, emulator
 from bestiary.envs.env_batch import EnvBatch, Raw
 from bestiary.envs.gym import Gym, GymEnvBatch
-from bestiary.envs.reward_components import Components, Move, Named, Proxy, Weights, parse_reward, plain
+from bestiary.envs.reward_components import (
+    ComponentReward,
+    Components,
+    NamedRewards,
+    Transition,
+    Weights,
+    format_number,
+    parse_reward,
+)
 from bestiary.errors import UserError
 from bestiary.ops.policy import RewardClip, clip_reward
 
 ID = "bestiary/Riverraid-v0"
-X, SHOT, FUEL_HIGH, FUEL_LOW, SHAPE = 51, 50, 55, 56, 58
-NO_SHOT, CENTRE, FULL, WRECK = 180, 76, 65_535, 223
-DEPOT = 80  # points for shooting one
-LEAP = 1  # pixels: the plane itself moves no further in a frame
-PARKED = 100  # frames (25 moves) of standing still with a full tank, after which it is no coincidence
-INTRO = 80  # frames when a life begins, in which no button does anything
-LONG = 400  # frames: more than a crash or the start of a life takes
+X, MISSILE_Y, FUEL_HIGH, FUEL_LOW, SHAPE = 51, 50, 55, 56, 58  # RAM addresses
+NO_MISSILE, CENTRE, FULL, WRECK = 180, 76, 65_535, 223
+DEPOT = 80  # points for destroying a fuel depot
+MAX_SPEED = 1  # pixels per frame: the plane itself is never faster
+PARKED = 100  # frames (25 agent steps) in the centre with a full tank after which the plane counts as parked
+INTRO = 80  # frames at the start of a life in which the console ignores all actions
+MAX_WAIT = 400  # frames: more than a crash or the start of a life takes
 NOOP, UP = 0, 2
 ACTIONS = (
     *("NOOP", "FIRE", "UP", "RIGHT", "LEFT", "DOWN", "UPRIGHT", "UPLEFT", "DOWNRIGHT", "DOWNLEFT", "UPFIRE"),
@@ -38,22 +46,22 @@ ACTIONS = (
 )
 
 
-def _leap(move: Move) -> int:
-    return abs(move.info["x"] - move.before["x"])
+def _distance_moved(t: Transition) -> int:
+    return abs(t.info["x"] - t.prev_info["x"])
 
 
 COMPONENTS: Components = {
-    "fuel": lambda m: DEPOT * (m.reward == DEPOT),  # points for depots
-    "survival": lambda m: 1,
-    "bullet": lambda m: m.info["bullet"],
-    "moved": lambda m: _leap(m) > 0,
-    "centre": lambda m: (m.info["x"] - CENTRE) ** 2 / 20,
-    "jumped": lambda m: _leap(m) > LEAP * m.info["frames"],  # put back after a crash: `moved` counts it as well
-    "parked": lambda m: m.info["parked"] * m.info["frames"] > PARKED,
-    "dead": lambda m: m.info["dead"],
+    "fuel": lambda t: DEPOT * (t.reward == DEPOT),  # points for fuel depots
+    "survival": lambda t: 1,
+    "bullet": lambda t: t.info["bullet"],
+    "moved": lambda t: _distance_moved(t) > 0,
+    "centre": lambda t: (t.info["x"] - CENTRE) ** 2 / 20,
+    "jumped": lambda t: _distance_moved(t) > MAX_SPEED * t.info["frames"],  # reset after a crash; `moved` is 1 as well
+    "parked": lambda t: t.info["parked"] * t.info["frames"] > PARKED,
+    "dead": lambda t: t.info["dead"],
 }
 
-PROXIES: Named = {
+NAMED_REWARDS: NamedRewards = {
     "fuel": lambda f: {"score": 1.0, "fuel": f - 1},
     "pacifist": lambda f: {"survival": 10.0, "bullet": -f},
     "move": lambda f: {"survival": 10.0, "moved": -f},
@@ -61,86 +69,97 @@ PROXIES: Named = {
 }
 
 
-def reward_of(text: str) -> Weights:
-    return parse_reward(text, {"score": None, **COMPONENTS}, PROXIES)
+def reward_weights(text: str) -> Weights:
+    """The weights of a reward given as text, such as `score`, `pacifist:20` or `10*survival-20*bullet`."""
+    return parse_reward(text, {"score": None, **COMPONENTS}, NAMED_REWARDS)
 
 
-LIVELY = {  # what clipping to [-1, 1] leaves of a named reward; found by `inert`, and held to it by a test
+# numbers of named rewards that have an effect after clipping to [-1, 1]; a test compares them with `inert_components`
+EFFECTIVE_RANGE = {
     "fuel": "below 0.0125",
     "pacifist": "above 9",
     "move": "above 9",
-    "centre": "above 0.0595",  # 10 less 55 pixels squared over 20: below 1 from here on
+    "centre": "above 0.0595",  # 10 - X * 55**2 / 20 is below 1 from here on; the plane gets no further than 55 pixels
 }
 
 
-def possible_moves() -> dict[str, NDArray[np.float64]]:
-    """Every component, over all kinds of moves there are."""
+def possible_transitions() -> dict[str, NDArray[np.float64]]:
+    """The values of every component, over all combinations that can occur in a transition."""
     points, bullet, moved, parked, dead, offset = np.meshgrid(
         [0, 30, 60, DEPOT, 100, 500], [0, 1], [0, 1], [0, 1], [0, 1], np.arange(56)
     )
-    found = {"score": points, "fuel": DEPOT * (points == DEPOT), "survival": np.ones_like(points), "bullet": bullet}
-    found |= {"moved": moved, "centre": offset**2 / 20, "jumped": moved * dead, "parked": parked, "dead": dead}
-    return {name: values.ravel().astype(float) for name, values in found.items()}
+    values = {"score": points, "fuel": DEPOT * (points == DEPOT), "survival": np.ones_like(points), "bullet": bullet}
+    values |= {"moved": moved, "centre": offset**2 / 20, "jumped": moved * dead, "parked": parked, "dead": dead}
+    return {name: column.ravel().astype(float) for name, column in values.items()}
 
 
-def inert(weights: Weights, clip: RewardClip) -> list[str]:
-    """Components whose weight makes no difference to any move once rewards are clipped."""
-    moves = possible_moves()
+def inert_components(weights: Weights, clip: RewardClip) -> list[str]:
+    """Components of a reward that do not change the clipped reward of any transition."""
+    transitions = possible_transitions()
 
-    def paid(weights: Weights) -> torch.Tensor:
-        total = sum(w * moves[name] for name, w in weights.items()) + np.zeros(1)
+    def clipped(weights: Weights) -> torch.Tensor:
+        total = sum(w * transitions[name] for name, w in weights.items()) + np.zeros(1)
         return clip_reward(torch.from_numpy(total).float(), clip)
 
     return [
         name
         for name, weight in weights.items()
-        if weight and torch.equal(paid(weights), paid({k: v for k, v in weights.items() if k != name}))
+        if weight and torch.equal(clipped(weights), clipped({k: v for k, v in weights.items() if k != name}))
     ]
 
 
 def from_flags(fuel_multiplier: float = 1.0, move_penalty: float = 0.0) -> str:
-    """The reward that these flags of the reference code stand for.
+    """The named reward that these flags of the reference code (Pan et al. 2022) select.
 
-    Its signs are overloaded, and its defaults pay 10 for every step: there a plain score cannot be had at all.
+    There the sign of a flag selects between two rewards, and the defaults pay 10 for every step: no setting pays the
+    score alone.
     """
     if fuel_multiplier != 1:
-        return f"fuel:{plain(fuel_multiplier)}" if fuel_multiplier >= 0 else f"pacifist:{plain(-fuel_multiplier)}"
-    return f"move:{plain(move_penalty)}" if move_penalty >= 0 else f"centre:{plain(-move_penalty)}"
+        number = format_number(abs(fuel_multiplier))
+        return f"fuel:{format_number(fuel_multiplier)}" if fuel_multiplier >= 0 else f"pacifist:{number}"
+    number = format_number(abs(move_penalty))
+    return f"move:{format_number(move_penalty)}" if move_penalty >= 0 else f"centre:{number}"
 
 
 def true_from_flags(true_move_penalty: float = 0.0) -> str:
-    """The reward that the reference code logs beside the one it pays; where `fuel_multiplier` is not 1, it logs 0."""
+    """The second reward that the reference code logs; with `fuel_multiplier` other than 1 it logs 0 instead."""
     return from_flags(move_penalty=true_move_penalty)
 
 
-def fuel_in(ram: NDArray[np.uint8]) -> int:
+def fuel_level(ram: NDArray[np.uint8]) -> int:
     return 256 * int(ram[FUEL_HIGH]) + int(ram[FUEL_LOW])
 
 
-class Plane:
-    """What the console's memory says of the plane, and what follows from the way it changes."""
+class PlaneState:
+    """The state of the plane, read from the console's RAM after every agent step."""
 
-    def begin(self, ram: NDArray[np.uint8], lives: int) -> None:
-        self.x, self.fuel, self.lives = int(ram[X]), fuel_in(ram), lives
+    def reset(self, ram: NDArray[np.uint8], lives: int) -> None:
+        self.x, self.fuel, self.lives = int(ram[X]), fuel_level(ram), lives
         self.bullet = False
-        self.still = 0  # moves parked
+        self.parked_steps = 0
         self.dead = False
 
-    def move(self, ram: NDArray[np.uint8], lives: int) -> None:
-        fuel = fuel_in(ram)
+    def update(self, ram: NDArray[np.uint8], lives: int) -> None:
+        fuel = fuel_level(ram)
         same_life = lives == self.lives
-        # the wreck is gone long before the console counts the life
+        # the wreck disappears long before the console counts the lost life
         self.dead = same_life and (self.dead or int(ram[SHAPE]) == WRECK)
         self.x, self.fuel, self.lives = int(ram[X]), fuel, lives
-        self.bullet = int(ram[SHOT]) != NO_SHOT
-        self.still = self.still + 1 if same_life and fuel == FULL and self.x == CENTRE else 0
+        self.bullet = int(ram[MISSILE_Y]) != NO_MISSILE
+        self.parked_steps = self.parked_steps + 1 if same_life and fuel == FULL and self.x == CENTRE else 0
 
-    def told(self) -> dict[str, Any]:
-        return {"x": self.x, "fuel": self.fuel, "bullet": self.bullet, "parked": self.still, "dead": self.dead}
+    def info(self) -> dict[str, Any]:
+        return {
+            "x": self.x,
+            "fuel": self.fuel,
+            "bullet": self.bullet,
+            "parked": self.parked_steps,
+            "dead": self.dead,
+        }
 
 
 def _columns() -> NDArray[np.float32]:
-    """[40, 21]: how much of 40 columns each of 21 covers, so that 160 become 84."""
+    """[40, 21]: the overlap of each of 40 source columns with each of 21 target columns, so that 160 become 84."""
     left = np.arange(21)[None] * (40 / 21)
     source = np.arange(40)[:, None]
     return np.clip(np.minimum(left + 40 / 21, source + 1) - np.maximum(left, source), 0, None).astype(np.float32)
@@ -149,8 +168,8 @@ def _columns() -> NDArray[np.float32]:
 COLUMNS = _columns() / (2.5 * 40 / 21)
 
 
-def shrink(screen: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """210 x 160 to 84 x 84 by area: five rows become two, forty columns twenty-one."""
+def resize(screen: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Area interpolation from 210 x 160 to 84 x 84: five rows become two, forty columns twenty-one."""
     rows = screen.astype(np.float32).reshape(42, 5, 160)
     pairs = np.empty((42, 2, 160), np.float32)
     shared = 0.5 * rows[:, 2]
@@ -160,7 +179,7 @@ def shrink(screen: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 class RiverraidGame(gymnasium.Env):
-    """One console: single grey frames, raw points, and in info what the memory says."""
+    """One console: single grey images, unclipped points, and the state read from RAM in info."""
 
     metadata = {
         "render_modes": ["rgb_array"],
@@ -182,41 +201,41 @@ class RiverraidGame(gymnasium.Env):
     ) -> None:
         require("ale_py", "atari")
         self.ale = emulator("riverraid")
-        self.buttons = self.ale.getMinimalActionSet()
+        self.action_set = self.ale.getMinimalActionSet()
         self.sticky, self.noop_max, self.frame_skip = sticky, noop_max, frame_skip
         self.time_limit_frames = time_limit_frames
         self.end_at_crash, self.launch, self.stall = end_at_crash, launch, stall
         self.render_mode = render_mode
         self.metadata = self.metadata | {"frames_per_step": frame_skip, "render_fps": FRAMES_PER_SECOND / frame_skip}
         self.observation_space = gymnasium.spaces.Box(0, 255, (1, 84, 84), np.uint8)
-        self.action_space = gymnasium.spaces.Discrete(len(self.buttons))
-        self.plane = Plane()
+        self.action_space = gymnasium.spaces.Discrete(len(self.action_set))
+        self.plane = PlaneState()
         self.ram = np.zeros(128, np.uint8)
         self.screens = np.zeros((2, 210, 160), np.uint8)
-        self.pressed = NOOP
+        self.last_action = NOOP
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self.ale.reset_game()
-        self.pressed = NOOP
-        if self.launch:  # first: on the ground, waiting changes nothing
+        self.last_action = NOOP
+        if self.launch:  # before the no-ops, which change nothing while the plane waits
             self._launch()
         if self.noop_max:
             for _ in range(int(self.np_random.integers(1, self.noop_max + 1))):
-                self.ale.act(self.buttons[NOOP])
+                self.ale.act(self.action_set[NOOP])
         self.ale.getRAM(self.ram)
-        self.plane.begin(self.ram, self.ale.lives())
+        self.plane.reset(self.ram, self.ale.lives())
         self.ale.getScreenGrayscale(self.screens[0])
         self.screens[1] = self.screens[0]
-        return self._picture(), self._told()
+        return self._observation(), self._info()
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         lives, points = self.plane.lives, 0.0
         for frame in range(self.frame_skip):
-            # drawn here, not by the emulator, which could be seeded only by loading the cartridge anew
+            # sampled here, not by the emulator, which can be seeded only by loading the cartridge again
             if not (self.sticky and self.np_random.random() < self.sticky):
-                self.pressed = int(action)
-            points += self.ale.act(self.buttons[self.pressed])
+                self.last_action = int(action)
+            points += self.ale.act(self.action_set[self.last_action])
             if self.ale.game_over():
                 break
             if frame >= self.frame_skip - 2:
@@ -224,45 +243,46 @@ class RiverraidGame(gymnasium.Env):
         if self.frame_skip == 1:
             self.screens[0] = self.screens[1]
         self.ale.getRAM(self.ram)
-        self.plane.move(self.ram, self.ale.lives())
+        self.plane.update(self.ram, self.ale.lives())
         crashed = self.plane.dead
         if crashed and self.end_at_crash:
-            points += self._until(lambda: self.ale.lives() < lives, NOOP)
-            self.plane.begin(self.ram, self.ale.lives())
-        over = self.ale.game_over()
-        if self.launch and not over and self.plane.lives < lives:
+            points += self._repeat_until(lambda: self.ale.lives() < lives, NOOP)
+            self.plane.reset(self.ram, self.ale.lives())
+        terminated = self.ale.game_over()
+        if self.launch and not terminated and self.plane.lives < lives:
             points += self._launch()
-        late = self.ale.getEpisodeFrameNumber() >= self.time_limit_frames
-        stalled = self.stall is not None and self.plane.still > self.stall
-        return self._picture(), points, over, not over and (late or stalled), self._told() | {"dead": crashed}
+        timeout = self.ale.getEpisodeFrameNumber() >= self.time_limit_frames
+        stalled = self.stall is not None and self.plane.parked_steps > self.stall
+        truncated = not terminated and (timeout or stalled)
+        return self._observation(), points, terminated, truncated, self._info() | {"dead": crashed}
 
-    def _until(self, done: Callable[[], bool], button: int) -> float:
-        """Frames that the agent does not see, and what they earn."""
+    def _repeat_until(self, done: Callable[[], bool], action: int) -> float:
+        """Repeat an action until `done`, in frames that the agent does not see; return the points."""
         points = 0.0
-        for _ in range(LONG):
+        for _ in range(MAX_WAIT):
             if done() or self.ale.game_over():
                 break
-            points += self.ale.act(self.buttons[button])
+            points += self.ale.act(self.action_set[action])
         self.ale.getScreenGrayscale(self.screens[0])
         self.screens[1] = self.screens[0]
         self.ale.getRAM(self.ram)
         return points
 
     def _launch(self) -> float:
-        """The plane waits for a button, and would for ever: press one until it burns fuel."""
-        points = self._until(lambda: fuel_in(self.ale.getRAM()) < FULL, UP)
-        self.plane.begin(self.ram, self.ale.lives())
+        """Repeat UP until the plane burns fuel: without an action it would wait for ever."""
+        points = self._repeat_until(lambda: fuel_level(self.ale.getRAM()) < FULL, UP)
+        self.plane.reset(self.ram, self.ale.lives())
         return points
 
-    def _picture(self) -> NDArray[np.uint8]:
-        return shrink(np.maximum(self.screens[0], self.screens[1]))[None]
+    def _observation(self) -> NDArray[np.uint8]:
+        return resize(np.maximum(self.screens[0], self.screens[1]))[None]
 
-    def _told(self) -> dict[str, Any]:
+    def _info(self) -> dict[str, Any]:
         return {
             "lives": self.plane.lives,
             "ram": self.ram.copy(),
             "frames": self.frame_skip,
-            **self.plane.told(),
+            **self.plane.info(),
         }
 
     def render(self) -> Any:
@@ -270,17 +290,17 @@ class RiverraidGame(gymnasium.Env):
 
 
 def riverraid(reward: str = "score", **settings: Any) -> gymnasium.Env:
-    """For `gymnasium.make("bestiary/Riverraid-v0", reward="pacifist:20")`."""
-    return Proxy(RiverraidGame(**settings), COMPONENTS, reward, PROXIES)
+    """The entry point of `gymnasium.make("bestiary/Riverraid-v0", reward="pacifist:20")`."""
+    return ComponentReward(RiverraidGame(**settings), COMPONENTS, reward, NAMED_REWARDS)
 
 
 class RiverraidEnvBatch(GymEnvBatch):
-    """For the learner a lost life may be an end, while the game and the memory go on."""
+    """With `life_loss`, a lost life is terminal for the learner, while the game and the recurrent state continue."""
 
     def __init__(self, cfg: "Riverraid", num_envs: int, seed: int, stream: int, threads: int) -> None:
-        ours = {f.name: getattr(cfg, f.name) for f in fields(cfg) if f.name not in ("life_loss", "processes")}
-        game = Gym(ID, {**ours, "disable_env_checker": True}, cfg.processes)
-        super().__init__(game, num_envs, seed, stream, threads)
+        settings = {f.name: getattr(cfg, f.name) for f in fields(cfg) if f.name not in ("life_loss", "processes")}
+        gym = Gym(ID, {**settings, "disable_env_checker": True}, cfg.processes)
+        super().__init__(gym, num_envs, seed, stream, threads)
         self.spec = self.spec._replace(name="Riverraid")
         self.life_loss = cfg.life_loss
 
@@ -295,52 +315,56 @@ class RiverraidEnvBatch(GymEnvBatch):
 
 @dataclass(frozen=True)
 class Riverraid:
-    """Riverraid with rewards by name: train on one, keep record of all (extra: atari)."""
+    """Atari's Riverraid with named rewards: train on one, log all reward components (extra: atari)."""
 
     reward: str = "score"
-    """score; fuel:10, pacifist:20, move:5, centre:1; or a sum of components: 10*survival-20*bullet"""
+    """training reward: score (points, the true reward), a reward proxy with its number (fuel:10, pacifist:20, move:5,
+    centre:1) or a weighted sum of components (10*survival-20*bullet)"""
     life_loss: bool = True
-    """for the learner a lost life is an end; the game and the memory go on"""
+    """a lost life is terminal for the learner; the game and the recurrent state continue"""
     sticky: float = 0.0
-    """probability that the previous action is repeated, in every frame"""
+    """probability per frame that the previous action is repeated (Machado et al. 2018: 0.25)"""
     noop_max: int = 30
-    """a game starts with 1 to so many no-ops, in frames"""
+    """an episode starts with 1 to this many no-op frames, uniformly sampled; 0: none (DQN: 30)"""
     frame_skip: int = 4
+    """frames per agent step, in which the action is repeated (DQN: 4)"""
     time_limit_frames: int = 108_000
+    """frames after which an episode is truncated (108,000 are 30 minutes)"""
     end_at_crash: bool = False
-    """a life ends with the crash, not some 44 steps later when the console counts it: those steps are not played"""
+    """a life ends at the crash; otherwise about 44 agent steps later, when the console counts the lost life"""
     launch: bool = False
-    """the plane is in the air when a life begins; else it waits for the first button, and could for ever"""
+    """the plane is in flight when a life begins; otherwise it waits for the first action, for ever if there is none"""
     stall: int | None = None
-    """moves of waiting like that, after which the game is cut short"""
-    named_rewards: ClassVar[Named] = PROXIES
+    """agent steps without launching the plane after which the episode is truncated (at least 20 with frame skip 4);
+    None: never"""
+    named_rewards: ClassVar[NamedRewards] = NAMED_REWARDS
     processes: bool = False
-    """share the consoles out among processes, one per thread (unless set: per core)"""
+    """distribute the environments over processes, one per thread (runtime.threads; None: one per core)"""
 
     def __post_init__(self) -> None:
-        reward_of(self.reward)
+        reward_weights(self.reward)
         if not 0 <= self.sticky < 1:
-            raise UserError(f"env.sticky={self.sticky} is a probability below 1")
+            raise UserError(f"env.sticky={self.sticky} must be a probability below 1")
         if self.frame_skip < 1 or self.noop_max < 0:
             raise UserError("env.frame-skip must be at least 1 and env.noop-max at least 0")
         if self.time_limit_frames <= self.noop_max + 2 * self.frame_skip:
-            raise UserError(f"env.time-limit-frames={self.time_limit_frames} leaves no time to play after the no-ops")
+            raise UserError(f"env.time-limit-frames={self.time_limit_frames} leaves no steps after the no-ops")
         least = -(-INTRO // self.frame_skip)
         if self.stall is not None and self.stall < least:
-            raise UserError(f"env.stall={self.stall} must be at least {least}: before that, a plane cannot be launched")
+            raise UserError(f"env.stall={self.stall} must be at least {least}: earlier the plane cannot be launched")
 
     def for_evaluation(self) -> "Riverraid":
         return replace(self, processes=False)
 
     def advice(self, clip: RewardClip) -> list[str]:
-        """What a user should know before training on this reward, clipped like that."""
+        """Warnings for the user about components that have no effect after clipping."""
         name, colon, _ = self.reward.strip().partition(":")
-        known = colon and clip == "abs_one" and name in LIVELY
-        would = f"{name}:X counts for X {LIVELY[name]}, or" if known else "it counts"
+        known = colon and clip == "abs_one" and name in EFFECTIVE_RANGE
+        remedy = f"use {name}:X with X {EFFECTIVE_RANGE[name]}, or" if known else "train"
         return [
-            f"env.reward={self.reward} is not what is learnt: with algo.reward-clip={clip} every move is paid as if "
-            f"{part!r} were worth nothing; {would} with --algo.reward-clip none"
-            for part in inert(reward_of(self.reward), clip)
+            f"component {component!r} of env.reward={self.reward} has no effect: with algo.reward-clip={clip} the "
+            f"clipped reward of every transition is the same without it; {remedy} with --algo.reward-clip none"
+            for component in inert_components(reward_weights(self.reward), clip)
         ]
 
     def make(self, num_envs: int, seed: int, stream: int, threads: int) -> EnvBatch:

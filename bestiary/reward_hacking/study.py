@@ -24,9 +24,9 @@ from bestiary.config.extras import require
 from bestiary.config.schema import encode, kebab
 from bestiary.envs.base import advice, for_evaluation
 from bestiary.envs.env_batch import EnvBatch, Raw
-from bestiary.envs.reward_components import file_name, spell, worth
+from bestiary.envs.reward_components import file_name, format_reward, weighted_sum
 from bestiary.envs.riverraid import ACTIONS as BUTTONS
-from bestiary.envs.riverraid import Riverraid, reward_of
+from bestiary.envs.riverraid import Riverraid, reward_weights
 from bestiary.errors import UserError
 from bestiary.launch.executor import LOCAL, Executor, JobResult, finished, frames_trained, run_all
 from bestiary.nets import Resnet, Shallow
@@ -138,7 +138,7 @@ def study(
     require("matplotlib", "plot")
     if games < 1:
         raise UserError(f"games={games} must be at least 1")
-    rewards = {name: spell(reward_of(name)) for name in dict.fromkeys([*proxies, true])}
+    rewards = {name: format_reward(reward_weights(name)) for name in dict.fromkeys([*proxies, true])}
     planned = plan(experiment, proxies, widths, depths, seeds, checkpoints, root)
     settings = {"frames": experiment.frames, "checkpoints": checkpoints, "games": games, "true": true}
     refuse_others(planned, settings, root)
@@ -309,7 +309,7 @@ def judge(
     if stop():
         return {}
     parts = [e.components for e in played]
-    returns = {name: [worth(reward_of(name), p) for p in parts] for name in rewards}
+    returns = {name: [weighted_sum(reward_weights(name), p) for p in parts] for name in rewards}
     trunk = sum(w.numel() for name, w in weights.items() if name.startswith("torso.encoder.layers."))
     return {
         "proxy": job.proxy,
@@ -327,7 +327,7 @@ def judge(
         "returns": returns,
         "components": {name: [p[name] for p in parts] for name in parts[0]},
         "action_counts": notes.actions.tolist(),
-        "step_correlation": pearson(np.concatenate(notes.paid), notes.rewards(reward_of(true))),
+        "step_correlation": pearson(np.concatenate(notes.paid), notes.rewards(reward_weights(true))),
     }
 
 
@@ -366,7 +366,7 @@ def moments_of(job: Trained, true: str, stop: Callable[[], bool]) -> list[dict[s
     played = games_in(env_batch, job, weights, 1, "greedy", stop)
     if stop():
         return []
-    paid, truth = np.concatenate(notes.paid), notes.rewards(reward_of(true))
+    paid, truth = np.concatenate(notes.paid), notes.rewards(reward_weights(true))
     starts = [
         at for at in apart(paid, truth, WINDOW, MOMENTS) if parted(paid[at : at + WINDOW], truth[at : at + WINDOW])
     ]

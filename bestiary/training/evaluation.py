@@ -19,7 +19,7 @@ from bestiary.config.schema import differences, encode
 from bestiary.envs import Atari, EnvConfig
 from bestiary.envs.base import for_evaluation, references
 from bestiary.envs.env_batch import EnvBatch
-from bestiary.envs.reward_components import Weights, file_name, parse_reward, worth
+from bestiary.envs.reward_components import Weights, file_name, parse_reward, weighted_sum
 from bestiary.errors import UserError
 from bestiary.ops import stats
 from bestiary.runtime.evaluation import build_agent
@@ -98,7 +98,8 @@ def named_reward(env: EnvConfig, env_batch: EnvBatch, reward: str) -> Weights:
 def recount(e: Episode, weights: Weights) -> Episode:
     """The same game under another reward."""
     return e._replace(
-        score=worth(weights, e.components), lives=tuple(worth(weights, parts) for parts in e.life_components)
+        score=weighted_sum(weights, e.components),
+        lives=tuple(weighted_sum(weights, parts) for parts in e.life_components),
     )
 
 

@@ -22,12 +22,20 @@ from bestiary.config.experiment import Evaluation, Experiment, Logs
 from bestiary.config.extras import available
 from bestiary.envs import Gym
 from bestiary.envs.env_batch import EnvBatch, Raw
-from bestiary.envs.reward_components import Components, Named, Proxy, Weights, parse_reward, spell, worth
+from bestiary.envs.reward_components import (
+    ComponentReward,
+    Components,
+    NamedRewards,
+    Weights,
+    format_reward,
+    parse_reward,
+    weighted_sum,
+)
 from bestiary.runtime import Local
 from bestiary.seeding import TRAIN
 from bestiary.types import Spec
 
-PAGE = Path(__file__).parent.parent / "docs" / "proxy.md"
+PAGE = Path(__file__).parent.parent / "docs" / "reward-components.md"
 box2d = pytest.mark.skipif(not available("box2d"), reason="needs the extra box2d")
 
 
@@ -56,17 +64,17 @@ class Walk(gymnasium.Env):
 
 
 COMPONENTS: Components = {
-    "moved": lambda m: m.info["x"] != m.before["x"],
+    "moved": lambda m: m.info["x"] != m.prev_info["x"],
     "leftward": lambda m: m.action == 0,
     "place": lambda m: m.obs[0] / 4,
     "x2": lambda m: m.info["x"] ** 2,
 }
 NAMES = ("score", *COMPONENTS)
-NAMED: Named = {"lazy": lambda f: {"score": 1.0, "moved": -f}}
+NAMED: NamedRewards = {"lazy": lambda f: {"score": 1.0, "moved": -f}}
 
 
 def walk(reward: str = "score", **settings: Any) -> gymnasium.Env:
-    return Proxy(Walk(**settings), COMPONENTS, reward, NAMED)
+    return ComponentReward(Walk(**settings), COMPONENTS, reward, NAMED)
 
 
 gymnasium.register("toys/Walk-v0", entry_point=walk, max_episode_steps=40)
@@ -114,7 +122,7 @@ def test_a_move_is_paid_the_sum_and_all_else_is_as_it_was(reward: str):
         parts = dict(zip(NAMES, told_too.pop("components").tolist(), strict=True))
         assert (obs.tolist(), over, cut, told) == (obs_too.tolist(), over_too, cut_too, told_too)
         assert parts["score"] == score
-        assert paid == pytest.approx(worth(weights, parts))
+        assert paid == pytest.approx(weighted_sum(weights, parts))
         assert type(paid) is float
         if over:
             plain.reset(seed=5)
@@ -122,13 +130,13 @@ def test_a_move_is_paid_the_sum_and_all_else_is_as_it_was(reward: str):
 
 
 def test_what_is_not_paid_for_cannot_spoil_the_reward():
-    env = Proxy(Walk(), {"broken": lambda m: np.nan, "endless": lambda m: np.inf}, "2*score")
+    env = ComponentReward(Walk(), {"broken": lambda m: np.nan, "endless": lambda m: np.inf}, "2*score")
     env.reset(seed=0)
     assert np.isfinite([env.step(a)[1] for a in (2, 2, 0, 0, 1)]).all()
 
 
 def test_the_true_reward_can_be_another_than_the_environments_own():
-    env = Proxy(Walk(), {"score": lambda m: 7.0, "own": lambda m: m.reward}, "score+own")
+    env = ComponentReward(Walk(), {"score": lambda m: 7.0, "own": lambda m: m.reward}, "score+own")
     env.reset(seed=0)
     assert env.component_names == ("score", "own")
     assert env.step(2)[1] in (7.0, 8.0)
@@ -171,7 +179,7 @@ def test_weights_survive_being_written_and_read():
     rng = np.random.default_rng(0)
     for _ in range(2000):
         weights = random_weights(rng)
-        text = spell(weights)
+        text = format_reward(weights)
         assert parse_reward(text, dict.fromkeys(NAMES)) == weights, text
         spaced = re.sub(r"(?<![e\d.])(?=[+-])|(?<=\*)|(?=\*)", " " * int(rng.integers(3)), text)
         assert parse_reward(spaced, dict.fromkeys(NAMES)) == weights, spaced
@@ -189,7 +197,7 @@ def test_weights_survive_being_written_and_read():
     ],
 )
 def test_weights_are_written_as_one_would_say_them(weights: Weights, text: str):
-    assert spell(weights) == text
+    assert format_reward(weights) == text
 
 
 def test_a_reward_is_worth_what_a_loop_says():
@@ -200,7 +208,7 @@ def test_a_reward_is_worth_what_a_loop_says():
         for name, amount in parts.items():
             if name in weights:
                 slow += weights[name] * amount
-        assert worth(weights, parts) == pytest.approx(slow, rel=1e-9, abs=1e-9 * sum(map(abs, weights.values())))
+        assert weighted_sum(weights, parts) == pytest.approx(slow, rel=1e-9, abs=1e-9 * sum(map(abs, weights.values())))
 
 
 # -- what is refused --------------------------------------------------------------------------------------------
@@ -212,13 +220,13 @@ def test_a_reward_is_worth_what_a_loop_says():
         ("scor", "there is no component 'scor': did you mean score?"),
         ("xyzzy", "there is no component 'xyzzy': components are score, moved, leftward, place, x2, lazy:NUMBER"),
         ("score+lazy", "there is no component 'lazy': "),
-        ("lasy:3", "there is no reward 'lasy' that takes a number: did you mean lazy?"),
+        ("lasy:3", "there is no named reward 'lasy' that takes a number: did you mean lazy?"),
         ("lazy:much", "'much' in 'lazy:much' is not a number: write it like lazy:10"),
         ("lazy:inf", "'inf' in 'lazy:inf' is not a number"),
         ("1e999*score", "'1e999' in '1e999*score' is not a number: write it like 10*score"),
         ("score moved", "reward='score moved' is not a sum of components such as score-2*x2"),
         ("score-main-engine", "there is no component 'main'"),
-        ("", "names nothing to be paid for"),
+        ("", "names no component"),
     ],
 )
 def test_a_reward_that_cannot_be_understood_is_refused_in_one_sentence(reward: str, words: str):
@@ -258,9 +266,9 @@ def test_a_world_keeps_books_of_games_and_lives():
             here = slice(row - episode.steps, row)
             reward = rows.reward[here, slot]
             assert episode.components["leftward"] == (rows.prev_action[here, slot] == 0).sum().item()
-            assert worth(weights, episode.components) == pytest.approx(reward.sum().item(), abs=1e-4)
-            assert worth(weights, episode.components) == pytest.approx(episode.score)
-            assert [worth(weights, part) for part in episode.life_components] == pytest.approx(episode.lives)
+            assert weighted_sum(weights, episode.components) == pytest.approx(reward.sum().item(), abs=1e-4)
+            assert weighted_sum(weights, episode.components) == pytest.approx(episode.score)
+            assert [weighted_sum(weights, part) for part in episode.life_components] == pytest.approx(episode.lives)
             for name in NAMES:
                 parts = [part[name] for part in episode.life_components]
                 assert sum(parts) == pytest.approx(episode.components[name])
@@ -317,7 +325,7 @@ def test_all_components_are_logged_whatever_is_paid(tmp_path: Path):
         weights = parse_reward(reward, dict.fromkeys(NAMES), NAMED)
         for row in rows:
             games = {name: float(row[f"per_game_{name}"]) for name in NAMES}
-            assert float(row["score"]) == pytest.approx(worth(weights, games), abs=1e-6)
+            assert float(row["score"]) == pytest.approx(weighted_sum(weights, games), abs=1e-6)
         (evaluation,) = read_csv(run / "evaluations.csv")
         assert {f"per_game_{name}" for name in NAMES} < evaluation.keys()
         assert all("moved=" in row["components"] for row in read_csv(run / "episodes.csv"))
@@ -356,7 +364,7 @@ def gain(before: np.ndarray, after: np.ndarray) -> float:
     ],
 )
 def test_fuel_costs_what_the_reward_says(reward: str, main_cost: float, side_cost: float):
-    env = Proxy(gymnasium.make("LunarLander-v3"), FUEL, reward)
+    env = ComponentReward(gymnasium.make("LunarLander-v3"), FUEL, reward)
     plain = gymnasium.make("LunarLander-v3")
     checked = set()
     for seed in range(4):
@@ -410,7 +418,7 @@ def test_the_commands_of_the_page_train(example: Path):
         (evaluation,) = read_csv(run / "evaluations.csv")
         game = {name: float(evaluation[f"per_game_{name}"]) for name in ("score", "main_engine", "side_engine", "tilt")}
         reward = next((word for word in words if "*" in word), "-tilt")
-        assert float(evaluation["score"]) == pytest.approx(worth(parse_reward(reward, game), game), rel=1e-5)
+        assert float(evaluation["score"]) == pytest.approx(weighted_sum(parse_reward(reward, game), game), rel=1e-5)
 
 
 @box2d

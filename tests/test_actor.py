@@ -16,7 +16,7 @@ from bestiary.acting.actor import Actor
 from bestiary.acting.episodes import UNROLL, play_episodes
 from bestiary.algos.base import Agent
 from bestiary.envs import Atari, Catch, Gym, Recall
-from bestiary.envs.env_batch import EnvBatch, Raw
+from bestiary.envs.env_batch import EnvBatch, VectorStep
 from bestiary.seeding import TRAIN
 from bestiary.types import Episode, Snapshot, Spec, State, TimeStep, Trajectory
 
@@ -283,18 +283,18 @@ class Clockwork(EnvBatch):
         super().__init__(Spec("Clockwork", (1,), torch.float32, 2), num_envs)
         self.t, self.game, self.worth = np.zeros(num_envs, np.int64), np.zeros(num_envs, np.int64), worth
 
-    def _start(self) -> Raw:
+    def _start(self) -> VectorStep:
         none = np.zeros(self.num_envs, bool)
-        return Raw(np.zeros((self.num_envs, 1), np.float32), np.zeros(self.num_envs), none, none, ~none)
+        return VectorStep(np.zeros((self.num_envs, 1), np.float32), np.zeros(self.num_envs), none, none, ~none)
 
-    def _advance(self, action: np.ndarray) -> Raw:
+    def _advance(self, action: np.ndarray) -> VectorStep:
         slot = np.arange(self.num_envs)
         first = self.t == slot + 1
         self.game += first
         self.t = np.where(first, 0, self.t + 1)
         last = self.t == slot + 1
         reward = np.where(last, self.worth * (100 * slot + self.game), 0.0)
-        return Raw(self.t[:, None].astype(np.float32), reward, last, np.zeros_like(last), first)
+        return VectorStep(self.t[:, None].astype(np.float32), reward, last, np.zeros_like(last), first)
 
 
 def games(

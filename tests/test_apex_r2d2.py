@@ -47,8 +47,8 @@ double = pytest.mark.usefixtures("_double")
 class RichEnv(CatchEnv):
     """Catch that earns on the way, more than 1 at the end, and in one column runs out of time."""
 
-    def _move(self, action):
-        reward, landed, _ = super()._move(action)
+    def _step(self, action):
+        reward, landed, _ = super()._step(action)
         late = (self.ball_row == 6) & (self.ball_col == 0)
         return 4 * reward + 0.5 * (self.paddle == self.ball_col), landed, late & ~landed
 

@@ -72,7 +72,7 @@ def test_the_module_and_the_program_are_the_same():
         ),
         (["train", "pong", "--env.game", "Brakeout"], "did you mean Breakout"),
         (["train", "cartpole", "--env.id", "CartPole-v9"], "not registered with Gymnasium"),
-        (["train", "cartpole", "--env.id", "Pendulum-v1"], "only Discrete actions are supported"),
+        (["train", "cartpole", "--env.id", "Pendulum-v1"], "only Discrete is supported"),
         (["eval", "nowhere"], "nowhere is not a run"),
         (["resume", "nowhere"], "nowhere is not a run"),
         (["bench", "impala-atary"], "did you mean impala-atari?"),

@@ -276,7 +276,7 @@ def test_a_time_limit_cuts_a_game_without_ending_it(life_loss: bool):
 
 def test_the_shortest_games_allowed_are_still_games():
     """The next game may idle for nearly as long as this one lasted: it must be seen as a new one all the same."""
-    with pytest.raises(ValueError, match="time-limit-frames=38 leaves no time"):
+    with pytest.raises(ValueError, match="time-limit-frames=38 must be longer than the no-ops"):
         Atari("Pong", time_limit_frames=38)
     rollout = played(Atari("Pong", time_limit_frames=39), 34)
     assert rollout.steps.is_first[:, 0].nonzero().flatten().tolist() == [0, 11, 22, 33]

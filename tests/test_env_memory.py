@@ -14,7 +14,7 @@ import torch
 from bestiary.envs import Catch, KeyToDoor, Recall, TMaze, VisualMatch
 from bestiary.envs.base import references
 from bestiary.envs.batched import BatchedEnv
-from bestiary.envs.compiled import CompiledEnv, draw
+from bestiary.envs.compiled import CompiledEnv, random_int
 from bestiary.envs.grid import MAY_GROW
 from bestiary.envs.key_to_door import KeyToDoorEnv
 from bestiary.envs.tmaze import DOWN, LEFT, RIGHT, UP, TMazeEnv
@@ -137,8 +137,8 @@ def test_the_compiled_draw_is_the_draw_of_a_batch():
     env = RecordedDraws(5)
     for index in range(3):
         for n in (2, 10, 22, 1000):
-            one_by_one = [draw(s, index, n) for s in env.state]
-            assert one_by_one == BatchedEnv._draw(env, n, index).tolist()
+            one_by_one = [random_int(s, index, n) for s in env.state]
+            assert one_by_one == BatchedEnv._random_int(env, n, index).tolist()
 
 
 class RecordedDraws(TMazeEnv):
@@ -417,8 +417,8 @@ APPLE_CELLS = np.argwhere(MAY_GROW)[:10]
     [
         (TMazeEnv, {"gaol": [1, 1]}, "no option 'gaol': did you mean goal"),
         (TMazeEnv, {"goal": [1, 0]}, r"goal must be 1 \(up\) or -1 \(down\), not 0"),
-        (TMazeEnv, {"goal": [1]}, "goal must have 2 entries, one an environment, not 1"),
-        (TMazeEnv, {"goal": 1}, "goal must have 2 entries, one an environment, not a single value"),
+        (TMazeEnv, {"goal": [1]}, "goal must have 2 entries, one per environment, not 1"),
+        (TMazeEnv, {"goal": 1}, "goal must have 2 entries, one per environment, not a single value"),
         (TMazeEnv, {"goal": [[1], [1]]}, r"goal must have the shape \(\) in each environment, not \(1,\)"),
         (TMazeEnv, {"goal": [0.5, 1.0]}, "goal must hold whole numbers, not float64"),
         (VisualMatchEnv, {"target": [0, 3]}, "target must be 0 .* not 3"),

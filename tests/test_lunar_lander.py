@@ -20,7 +20,7 @@ from bestiary.config.experiment import Evaluation, Experiment
 from bestiary.config.extras import available
 from bestiary.envs import LunarLander
 from bestiary.envs.env_batch import EnvBatch
-from bestiary.envs.gym import GymEnvBatch, Shards
+from bestiary.envs.gym import GymEnvBatch, SubprocessVectorEnv
 from bestiary.presets import preset
 from bestiary.runtime import Local
 from bestiary.runtime.start import start
@@ -311,7 +311,7 @@ def test_envpool_rows_told_earlier_do_not_change():
 
 def workers(env_batch: EnvBatch) -> list[multiprocessing.Process]:
     assert isinstance(env_batch, GymEnvBatch)
-    assert isinstance(env_batch.env, Shards)
+    assert isinstance(env_batch.env, SubprocessVectorEnv)
     return [process for process, _ in env_batch.env.workers]
 
 
@@ -337,7 +337,7 @@ def test_a_process_that_dies_is_told_at_once_and_every_time():
         victim, other = workers(env_batch)
         os.kill(victim.pid, signal.SIGKILL)  # type: ignore[arg-type]
         for _ in range(3):
-            with pytest.raises(RuntimeError, match=r"process with environments has died \(exit code -9\)"):
+            with pytest.raises(RuntimeError, match=r"environment worker process has died \(exit code -9\)"):
                 env_batch.step(torch.zeros(4, dtype=torch.int64))
         assert other.is_alive()
     assert not other.is_alive()

@@ -21,7 +21,7 @@ from bestiary.cli.main import main
 from bestiary.config.experiment import Evaluation, Experiment, Logs
 from bestiary.config.extras import available
 from bestiary.envs import Gym
-from bestiary.envs.env_batch import EnvBatch, Raw
+from bestiary.envs.env_batch import EnvBatch, VectorStep
 from bestiary.envs.reward_components import (
     ComponentReward,
     Components,
@@ -296,7 +296,7 @@ def test_processes_tell_and_save_the_same():
 def test_an_ordinary_environment_has_no_components():
     with closing(make(id="CartPole-v1")) as env_batch:
         told = roll_out(env_batch, random_actions(2, 60, 2))
-        assert (env_batch.components, env_batch.tally()) == ((), {})
+        assert (env_batch.components, env_batch.component_means()) == ((), {})
     episodes = [e for ended in told.episodes for e in ended]
     assert episodes
     assert all((e.components, e.life_components) == ({}, ()) for e in episodes)
@@ -433,7 +433,7 @@ def test_the_python_of_the_page_runs(capsys: pytest.CaptureFixture[str]):
 def test_what_is_not_a_number_is_forgotten_once_it_was_told():
     env_batch = EnvBatch(Spec("Any", (1,), torch.float32, 2), 1, ("odd",))
     no, first = np.zeros(1, bool), np.ones(1, bool)
-    env_batch.record(Raw(np.zeros((1, 1)), np.zeros(1), no, no, first, components=np.zeros((1, 1))))
+    env_batch.record(VectorStep(np.zeros((1, 1)), np.zeros(1), no, no, first, components=np.zeros((1, 1))))
     for value, told in ((2.0, 2.0), (np.nan, np.nan), (3.0, 3.0)):
-        env_batch.record(Raw(np.zeros((1, 1)), np.zeros(1), no, no, no, components=np.array([[value]])))
-        np.testing.assert_equal(env_batch.tally(), {"per_step_odd": told})
+        env_batch.record(VectorStep(np.zeros((1, 1)), np.zeros(1), no, no, no, components=np.array([[value]])))
+        np.testing.assert_equal(env_batch.component_means(), {"per_step_odd": told})

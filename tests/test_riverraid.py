@@ -25,7 +25,7 @@ from bestiary.cli.main import main
 from bestiary.config.experiment import Evaluation, Experiment
 from bestiary.config.extras import available
 from bestiary.envs import Riverraid, riverraid
-from bestiary.envs.env_batch import EnvBatch, Raw
+from bestiary.envs.env_batch import EnvBatch, VectorStep
 from bestiary.envs.reward_components import ComponentReward, Transition, weighted_sum
 from bestiary.envs.riverraid import (
     COMPONENTS,
@@ -346,13 +346,13 @@ def make(cfg: Riverraid, num_envs: int = 1, seed: int = 3, threads: int = 1) -> 
     return cfg.make(num_envs, seed, TRAIN, threads)
 
 
-def played(cfg: Riverraid, action: Tensor, seed: int = 3, threads: int = 1) -> tuple[Rollout, list[Raw]]:
+def played(cfg: Riverraid, action: Tensor, seed: int = 3, threads: int = 1) -> tuple[Rollout, list[VectorStep]]:
     """The rollout, and what the books were told with each of its rows but the first."""
-    raws: list[Raw] = []
+    raws: list[VectorStep] = []
     with closing(make(cfg, action.shape[1], seed, threads)) as env_batch:
         enter = env_batch.record
 
-        def record(raw: Raw) -> Any:
+        def record(raw: VectorStep) -> Any:
             raws.append(raw)
             return enter(raw)
 
@@ -372,7 +372,7 @@ CASES = {
 class Case(NamedTuple):
     cfg: Riverraid
     rollout: Rollout
-    raws: list[Raw]
+    raws: list[VectorStep]
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -451,7 +451,7 @@ def test_moves_are_counted_until_someone_asks():
     with closing(make(Riverraid("move:5", launch=True), 2)) as env_batch:
         env_batch.reset()
         action = player(30, 2)
-        seen: list[Raw] = []
+        seen: list[VectorStep] = []
         enter = env_batch.record
         env_batch.record = lambda raw: (seen.append(raw), enter(raw))[1]  # type: ignore[method-assign]
         for half in (action[:10], action[10:]):
@@ -459,8 +459,8 @@ def test_moves_are_counted_until_someone_asks():
             for chosen in half:
                 env_batch.step(chosen)
             mean = np.concatenate([raw.components for raw in seen if raw.components is not None]).mean(0)
-            assert list(env_batch.tally().values()) == pytest.approx(mean.tolist())
-        assert set(env_batch.tally().values()) == {0.0}
+            assert list(env_batch.component_means().values()) == pytest.approx(mean.tolist())
+        assert set(env_batch.component_means().values()) == {0.0}
 
 
 @pytest.mark.parametrize("processes", [False, True], ids=["here", "processes"])

@@ -929,7 +929,7 @@ def test_whole_episodes_hold_all_their_pictures():
 
 
 def test_continuous_actions_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"Pendulum-v1 has actions .*; only Discrete actions are supported"):
+    with pytest.raises(UserError, match=r"Pendulum-v1 has the action space .*; only Discrete is supported"):
         bestiary.train(tiny(Gym("Pendulum-v1"), algo=Udrl()), tmp_path / "run")
 
 

@@ -79,7 +79,7 @@ def run(tmp_path_factory) -> Run:
 def test_every_environment_shows_a_picture_that_changes_as_it_is_played(env):
     env_batch = env_batch_of(env, 2)
     try:
-        assert 1 <= env_batch.watch() <= 120
+        assert 1 <= env_batch.start_rendering() <= 120
         env_batch.reset()
         first = env_batch.render(1)
         kept = first.copy()
@@ -101,7 +101,7 @@ def test_being_watched_changes_no_game(env):
     for watched in (False, True):
         env_batch = env_batch_of(env, 2)
         if watched:
-            env_batch.watch()
+            env_batch.start_rendering()
         count = 40 if isinstance(env, Atari) else 150
         rows.append([env_batch.reset(), *(row for row, _ in moves(env_batch, count))])
         env_batch.close()
@@ -111,7 +111,7 @@ def test_being_watched_changes_no_game(env):
 
 def test_of_atari_the_screen_is_shown_in_colour_and_of_the_same_moment():
     env_batch = env_batch_of(Atari("Breakout", one_life=True, sticky=0.25))
-    env_batch.watch()
+    env_batch.start_rendering()
     env_batch.reset()
     begun = 0
     for row, ended in moves(env_batch, 100):
@@ -128,7 +128,7 @@ def test_of_atari_the_screen_is_shown_in_colour_and_of_the_same_moment():
 
 def test_an_environment_made_for_processes_is_drawn_in_this_one():
     env_batch = env_batch_of(Gym("bestiary/Catch-v0", processes=True))
-    env_batch.watch()
+    env_batch.start_rendering()
     env_batch.reset()
     assert env_batch.render(0).shape == (320, 160, 3)
     env_batch.close()
@@ -177,8 +177,8 @@ def test_an_environment_without_a_picture_says_so(monkeypatch):
         monkeypatch.setitem(gymnasium.registry, name, gymnasium.envs.registration.EnvSpec(name, cls))
     for env in (Invisible(), Gym("Dark-v0"), Gym("Dark-v1")):
         env_batch = env.make(1, 0, 0, 1)
-        with pytest.raises(UserError, match="has no picture to show"):
-            env_batch.watch()
+        with pytest.raises(UserError, match="cannot be rendered"):
+            env_batch.start_rendering()
         env_batch.close()
 
 
@@ -240,7 +240,7 @@ def test_beneath_each_picture_is_what_had_been_earned_then_and_what_was_done_nex
     told = []
     monkeypatch.setattr(video, "frame", lambda picture, words, scale: told.append(dict(words)) or picture)
     env_batch = TMaze(length=2, active=True).make(1, 0, 0, 1)  # who does not come back pays half a point a step
-    env_batch.watch()
+    env_batch.start_rendering()
     album = Album()
     games = video.play_episodes(Filming(Told(), env_batch, album, 2, None), env_batch, 2, "greedy", torch.Generator())
     assert [e.steps for e in games] == [5, 5]
@@ -449,7 +449,7 @@ def test_stopping_breaks_a_film_off_and_going_on_makes_it(tmp_path, monkeypatch)
 def test_what_cannot_be_filmed_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     unseen = replace(SMALL, video=Video(every=100))
     object.__setattr__(unseen, "env", Invisible())
-    with pytest.raises(UserError, match="Invisible has no picture to show"):
+    with pytest.raises(UserError, match="Invisible cannot be rendered"):
         bestiary.train(unseen, tmp_path / "r")
     find = extras.importlib.util.find_spec
     monkeypatch.setattr(extras.importlib.util, "find_spec", lambda name: None if name == "PIL" else find(name))

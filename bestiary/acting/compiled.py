@@ -11,7 +11,7 @@ import torch
 
 from bestiary.algos.exploration import Fixed, Novelty
 from bestiary.envs.batched import VectorEnvBatch
-from bestiary.envs.env_batch import Raw
+from bestiary.envs.env_batch import VectorStep
 from bestiary.ops import interpreter
 from bestiary.ops.program import Program, flatten, unflatten
 from bestiary.types import Episode, TimeStep, Trajectory
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from bestiary.acting.actor import Actor
 
 NONE = np.zeros(0, bool)
-NOTHING = Raw(NONE, NONE, NONE, NONE, NONE)
+NOTHING = VectorStep(NONE, NONE, NONE, NONE, NONE)
 SMALL = 200_000  # weights: above, matrix products over all environments at once are faster
 
 
@@ -78,7 +78,7 @@ class CompiledActor:
         for t in range(1, T):
             first[t] = env._ended
             if settled < t and first[t].any():
-                self.env_batch.record_quiet(reward[settled:t], raw)
+                self.env_batch.record_without_resets(reward[settled:t], raw)
             success = env.step_into(action[t - 1], obs[t], reward[t], terminated[t], truncated[t])
             prev[t] = np.where(first[t], 0, action[t - 1])
             if t == length:
@@ -88,12 +88,12 @@ class CompiledActor:
                 answer[t], self.at, lots[t - 1], epsilon, self.counts, self.novelty, self.odd,
                 self.samples, action[t],
             )  # fmt: skip
-            raw = Raw(obs[t], reward[t], terminated[t], truncated[t], first[t], success=success)
+            raw = VectorStep(obs[t], reward[t], terminated[t], truncated[t], first[t], success=success)
             if first[t].any():
                 episodes += self.env_batch.record(raw)
                 settled = t + 1
         if settled < T:
-            self.env_batch.record_quiet(reward[settled:], raw)
+            self.env_batch.record_without_resets(reward[settled:], raw)
 
         shown = TimeStep(*(torch.from_numpy(x) for x in (obs, prev, reward.astype(np.float32), first, terminated)))
         for whole, opened in zip(shown, row[0], strict=True):

@@ -1,4 +1,4 @@
-"""Environments. One file per family; a new one is its file and its name in this union."""
+"""Environments, one file per family. A new environment is added as a file and as a member of `EnvConfig`."""
 
 from bestiary.envs.atari import Atari
 from bestiary.envs.catch import Catch

@@ -1,4 +1,7 @@
-"""Atari games, batched in C++: single grey frames and raw scores; stacking and clipping are the agent's."""
+"""Atari 2600 games on ale-py's C++ vector environment: single greyscale frames, raw rewards.
+
+Frame stacking and reward clipping are done by the agent and the learner.
+"""
 
 import functools
 import re
@@ -11,13 +14,13 @@ from numpy.typing import NDArray
 
 from bestiary.config.extras import require
 from bestiary.config.suggestions import did_you_mean
-from bestiary.envs.env_batch import EnvBatch, Raw
+from bestiary.envs.env_batch import EnvBatch, VectorStep
 from bestiary.errors import UserError
 from bestiary.seeding import derive
 from bestiary.types import Snapshot, Spec
 
-FRAMES_PER_SECOND = 60  # of the console
-GAMES_PER_SEED = 64  # a seeded start loads the cartridge anew: 95 ms against 5 ms
+FRAMES_PER_SECOND = 60  # emulator frames per second of real time
+GAMES_PER_SEED = 64  # full games per seed: a seeded reset loads the ROM again, 95 ms against 5 ms
 
 
 def rom_name(game: str) -> str:
@@ -27,9 +30,9 @@ def rom_name(game: str) -> str:
 
     known = {name.replace("_", ""): name for name in roms.get_all_rom_ids()}
     plain = re.sub(r"^ALE/|(NoFrameskip|Deterministic)?(-v\d+)?$", "", game)
-    squashed = re.sub(r"[^a-z0-9]", "", plain.lower())
-    if squashed in known:
-        return known[squashed]
+    letters = re.sub(r"[^a-z0-9]", "", plain.lower())
+    if letters in known:
+        return known[letters]
     games = [camel_case(name) for name in known.values()]
     hint = did_you_mean(camel_case(plain), games, "see `bestiary list games`")
     raise UserError(f"there is no Atari game {game!r}: {hint}")
@@ -41,7 +44,7 @@ def camel_case(rom: str) -> str:
 
 
 def emulator(rom: str) -> Any:
-    """A single one, which does as it is told: no action is repeated by chance."""
+    """A single emulator without sticky actions."""
     from ale_py import ALEInterface, LoggerMode, roms
 
     ALEInterface.setLoggerMode(LoggerMode.Error)
@@ -52,44 +55,44 @@ def emulator(rom: str) -> Any:
 
 
 def own_actions(rom: str) -> tuple[bool, ...]:
-    """Which of all 18 actions do something in this game."""
+    """For each of the 18 actions, whether it belongs to the minimal action set of this game."""
     ale = emulator(rom)
     own = set(ale.getMinimalActionSet())
     return tuple(action in own for action in ale.getLegalActionSet())
 
 
-class Twins:
-    """Emulators for the agent, and equal ones for the spectator: ale-py shows a game in one way only.
+class RenderTwin:
+    """Two equal vector environments: one for the agent, and one in colour and full size for rendering.
 
-    The same seeds and actions lead to the same games.
+    An ale-py vector environment has a single observation format. The same seeds and actions lead to the same games.
     """
 
-    def __init__(self, env: Any, shown: Any) -> None:
-        self.env, self.shown = env, shown
+    def __init__(self, env: Any, rendered: Any) -> None:
+        self.env, self.rendered = env, rendered
         self.screen: NDArray[np.uint8] = np.zeros(0, np.uint8)  # [B, 1, height, width, RGB]
 
     def reset(self, **kwargs: Any) -> tuple[NDArray[np.uint8], dict[str, Any]]:
-        self.screen, _ = self.shown.reset(**kwargs)
+        self.screen, _ = self.rendered.reset(**kwargs)
         return self.env.reset(**kwargs)
 
     def step(self, actions: NDArray[np.int64]) -> tuple[Any, ...]:
-        self.screen, reward, *_ = self.shown.step(actions)
-        told = self.env.step(actions)
-        assert np.array_equal(told[1], reward)
-        return told
+        self.screen, reward, *_ = self.rendered.step(actions)
+        result = self.env.step(actions)
+        assert np.array_equal(result[1], reward)
+        return result
 
     def close(self) -> None:
         self.env.close()
-        self.shown.close()
+        self.rendered.close()
 
 
 class AtariEnvBatch(EnvBatch):
-    """Games run on, whatever ends for the learner: a lost life is terminal, and only a new game is_first.
+    """With `life_loss` a lost life is terminal for the learner, but the full game goes on: only a new game is_first.
 
-    Games of one life are the exception: the first lost life ends them, and the whole game starts anew.
+    With `one_life` the first lost life also ends the episode, and the emulator is reset.
 
-    A running game is its seed, its place among the games since that seed, and the actions since it began:
-    that is what a checkpoint keeps, and it makes resuming exact although the emulators cannot be saved.
+    A checkpoint stores, for every running game, its seed, its number among the games since that seed, and the
+    journal: the actions since its start. Replaying them makes resuming exact, although ale-py cannot be saved.
     """
 
     def __init__(self, cfg: "Atari", num_envs: int, seed: int, stream: int, threads: int) -> None:
@@ -104,7 +107,7 @@ class AtariEnvBatch(EnvBatch):
             stack_num=1,
             frameskip=cfg.frame_skip,
             maxpool=True,
-            noop_max=cfg.noop_max + 1,  # ale-py draws from 0 to one below, and hangs at 0
+            noop_max=cfg.noop_max + 1,  # ale-py samples from 0 to noop_max - 1, and hangs at 0
             use_fire_reset=cfg.fire_reset,
             reward_clipping=False,
             full_action_space=cfg.full_actions,
@@ -121,12 +124,12 @@ class AtariEnvBatch(EnvBatch):
         self.address = (seed, stream)
         self.wants_noops = cfg.noop_max > 0
         self.life_loss, self.one_life = cfg.life_loss, cfg.one_life
-        # sticky actions draw from the same generator while they play, so there every game needs a seed
+        # sticky actions use the same random generator during play, so there every game needs a seed of its own
         self.games_per_seed = 1 if cfg.sticky else GAMES_PER_SEED
         self._game = np.zeros(num_envs, np.int64)
         self._journal = [bytearray() for _ in range(num_envs)]
         self._clock = np.zeros(num_envs, np.int64)
-        self._over = np.zeros(num_envs, bool)  # for us, while the emulator would play on
+        self._over = np.zeros(num_envs, bool)  # ended by `one_life`; the emulator needs an explicit reset
 
     def _seeds(self, mask: NDArray[np.bool_]) -> NDArray[np.int64]:
         blocks = self._game // self.games_per_seed
@@ -135,10 +138,10 @@ class AtariEnvBatch(EnvBatch):
     def _reset(self, mask: NDArray[np.bool_], seeded: bool) -> tuple[NDArray[np.uint8], dict[str, Any]]:
         return self.env.reset(seed=self._seeds(mask) if seeded else None, options={"reset_mask": mask})
 
-    def _open_games(
+    def _start_games(
         self, mask: NDArray[np.bool_], obs: NDArray[np.uint8], info: dict[str, Any]
     ) -> tuple[NDArray[np.uint8], dict[str, Any]]:
-        """Games of these numbers begin; the first of a block is seeded, and one without a no-op is passed over."""
+        """Start the games with these numbers. The first of a block is seeded; a game without a no-op is skipped."""
         while mask.any():
             opens_block = mask & (self._game % self.games_per_seed == 0)
             if opens_block.any():
@@ -150,39 +153,39 @@ class AtariEnvBatch(EnvBatch):
                 obs, info = self._reset(again, seeded=False)
         return obs, info
 
-    def _start(self) -> Raw:
-        everyone = np.ones(self.num_envs, bool)
+    def _start(self) -> VectorStep:
+        every_slot = np.ones(self.num_envs, bool)
         self._game[:] = 0
         self._over[:] = False
-        obs, info = self._open_games(everyone, *self.env.reset(seed=0))
+        obs, info = self._start_games(every_slot, *self.env.reset(seed=0))
         for journal in self._journal:
             journal.clear()
         self._clock = info["episode_frame_number"].copy()
-        return Raw(obs, np.zeros(self.num_envs), ~everyone, ~everyone, everyone, info["lives"])
+        return VectorStep(obs, np.zeros(self.num_envs), ~every_slot, ~every_slot, every_slot, info["lives"])
 
-    def _advance(self, action: NDArray[np.int64]) -> Raw:
+    def _advance(self, action: NDArray[np.int64]) -> VectorStep:
         obs, reward, terminated, truncated, info = self.env.step(action)
-        # the clock restarts with a game, never with a life
+        # the frame counter restarts with a game, not with a life
         is_first = self._over | (info["episode_frame_number"] < self._clock)
-        if self._over.any():  # ale-py starts the others itself; what these have just played nobody sees
+        if self._over.any():  # ale-py resets the others itself; the step just made in these slots is discarded
             obs, info = self._reset(self._over, seeded=False)
-        for slot, chosen in enumerate(action.tolist()):
-            self._journal[slot].append(chosen)
+        for slot, number in enumerate(action.tolist()):
+            self._journal[slot].append(number)
         if is_first.any():
             self._game += is_first
-            obs, info = self._open_games(is_first, obs, info)
+            obs, info = self._start_games(is_first, obs, info)
             for slot in np.flatnonzero(is_first):
                 self._journal[slot].clear()
         self._clock = info["episode_frame_number"].copy()
         if self.life_loss or self.one_life:
-            # the counter is the truth: ale-py's own flag misses the step to zero where play goes on
-            assert self._lives is not None
-            lost = ~is_first & (info["lives"] < self._lives)
+            # compare the life counter: ale-py's own flag misses the step to zero lives where play goes on
+            assert self.stats.lives is not None
+            lost = ~is_first & (info["lives"] < self.stats.lives)
             if self.one_life:
                 self._over = lost & ~terminated & ~truncated
                 truncated = truncated & ~lost
             terminated = terminated | lost
-        return Raw(obs, reward, terminated, truncated, is_first, info["lives"])
+        return VectorStep(obs, reward, terminated, truncated, is_first, info["lives"])
 
     def _save(self) -> Snapshot:
         return {
@@ -192,7 +195,7 @@ class AtariEnvBatch(EnvBatch):
         }
 
     def _restore(self, state: Snapshot) -> None:
-        """Play every running game again from its seed; the short ones start late so that all end together."""
+        """Replay every running game from its seed; shorter games start later, so that all end together."""
         self._game = np.array(state["game"], np.int64)
         self._over = np.array(state.get("over", [False] * self.num_envs))  # not in checkpoints of 0.1
         self._journal = [bytearray() if j is None else bytearray(j.numpy().tobytes()) for j in state["journal"]]
@@ -200,21 +203,21 @@ class AtariEnvBatch(EnvBatch):
         longest = int(lengths.max())
         _, info = self.env.reset(seed=0)
         for t in range(longest + 1):
-            at = t - (longest - lengths)  # which of its own moves each slot is at
+            at = t - (longest - lengths)  # index into the journal of each slot
             if (at == 0).any():
                 _, info = self._reset(at == 0, seeded=True)
-                place = np.where(at == 0, self._game % self.games_per_seed, 0)  # in its block
-                for k in range(place.max()):
-                    _, info = self._reset(place > k, seeded=False)
+                resets = np.where(at == 0, self._game % self.games_per_seed, 0)  # earlier games of the same seed
+                for k in range(resets.max()):
+                    _, info = self._reset(resets > k, seeded=False)
             if t < longest:
-                moves = [j[k] if k >= 0 else 0 for j, k in zip(self._journal, at, strict=True)]
-                _, _, _, _, info = self.env.step(np.array(moves, np.int64))
+                actions = [j[k] if k >= 0 else 0 for j, k in zip(self._journal, at, strict=True)]
+                _, _, _, _, info = self.env.step(np.array(actions, np.int64))
         self._clock = info["episode_frame_number"].copy()
 
-    def watch(self) -> float:
-        """In colour and full size, but still the maximum of two frames: many a thing is drawn in every other one."""
-        height, width = emulator(self.rom).getScreenDims()  # not the same in every game
-        self.env = Twins(self.env, self.emulators(grayscale=False, img_height=height, img_width=width))
+    def start_rendering(self) -> float:
+        """Frames in colour and full size, still the maximum of two frames: many sprites appear in every other one."""
+        height, width = emulator(self.rom).getScreenDims()  # differs between games
+        self.env = RenderTwin(self.env, self.emulators(grayscale=False, img_height=height, img_width=width))
         return FRAMES_PER_SECOND / self.spec.frames_per_step
 
     def render(self, slot: int) -> NDArray[np.uint8]:
@@ -226,31 +229,36 @@ class AtariEnvBatch(EnvBatch):
 
 @dataclass(frozen=True)
 class Atari:
-    """Any Atari game, 84x84 grey, frame skip 4, maximum of the last two frames (extra: atari)."""
+    """Atari 2600 (Bellemare et al. 2013): 84x84 greyscale, maximum of the last two frames (extra: atari)."""
 
     game: str = "Pong"
-    """Pong, PongNoFrameskip-v4 and ALE/Pong-v5 all work"""
+    """name of the game; Pong, PongNoFrameskip-v4 and ALE/Pong-v5 are the same"""
     life_loss: bool = True
-    """for the learner a lost life is an end; the game and the memory go on"""
+    """loss of a life is terminal for the learner (discount 0); the full game and the recurrent state go on"""
     one_life: bool = False
-    """the game ends with the first life lost"""
+    """the episode ends at the loss of the first life"""
     sticky: float = 0.0
-    """probability that the previous action is repeated (Machado et al. 2018: 0.25)"""
+    """sticky actions: probability that the emulator repeats the previous action (Machado et al. 2018: 0.25)"""
     full_actions: bool = False
-    """all 18 actions instead of those the game uses"""
+    """use all 18 actions instead of the minimal action set of the game"""
     noop_max: int = 30
-    """a game starts with 1 to so many no-ops, in frames"""
+    """a game starts with 1 to noop_max no-op actions, in emulator frames (DQN: 30; 0: none)"""
     fire_reset: bool = True
+    """press FIRE at the start of games that need it"""
     frame_skip: int = 4
+    """emulator frames per agent step; the action is repeated (DQN: 4)"""
     time_limit_frames: int = 108_000
+    """time limit of an episode in emulator frames; longer episodes are truncated (108,000 frames are 30 minutes)"""
 
     def __post_init__(self) -> None:
         if not 0 <= self.sticky < 1:
-            raise UserError(f"env.sticky={self.sticky} is a probability below 1")
+            raise UserError(f"env.sticky={self.sticky} must be a probability in [0, 1)")
         if self.frame_skip < 1 or self.noop_max < 0:
             raise UserError("env.frame-skip must be at least 1 and env.noop-max at least 0")
         if self.time_limit_frames <= self.noop_max + 2 * self.frame_skip:
-            raise UserError(f"env.time-limit-frames={self.time_limit_frames} leaves no time to play after the no-ops")
+            raise UserError(
+                f"env.time-limit-frames={self.time_limit_frames} must be longer than the no-ops at the start"
+            )
 
     def make(self, num_envs: int, seed: int, stream: int, threads: int) -> EnvBatch:
         return AtariEnvBatch(self, num_envs, seed, stream, threads)

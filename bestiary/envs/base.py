@@ -1,4 +1,4 @@
-"""What every environment family promises."""
+"""The interface of environment settings, and the optional methods that settings may have."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -6,9 +6,9 @@ from bestiary.envs.env_batch import EnvBatch
 
 
 class References(NamedTuple):
-    """Between which figures a result lies: what can be had at all, and what can be had without memory."""
+    """Reference values of an environment: the optimal result, and the best result of an agent without memory."""
 
-    metric: str  # "score" or "success": which figure is meant
+    metric: str  # the metric that the values belong to: "score" or "success"
     optimal: float
     memoryless: float
 
@@ -17,26 +17,27 @@ class References(NamedTuple):
 
 
 def references(env: Any) -> References | None:
-    """Of an environment's settings; None where nothing is known."""
+    """The reference values of an environment, given its settings; None where they are unknown."""
     return getattr(env, "references", None)
 
 
 def for_evaluation(env: Any) -> Any:
-    """The same environment without what only makes training quicker."""
+    """The settings of the same environment for evaluation: without options that only make training faster."""
     plain = getattr(env, "for_evaluation", None)
     return env if plain is None else plain()
 
 
 def advice(env: Any, algo: Any) -> list[str]:
-    """What a user should know before anything is learnt from this environment by this algorithm."""
+    """Warnings for the user about training this algorithm on this environment."""
     known = getattr(env, "advice", None)
     return [] if known is None else known(getattr(algo, "reward_clip", "none"))
 
 
 class EnvConfig(Protocol):
-    """An environment is a frozen dataclass of numbers that makes batches of itself.
+    """Settings of an environment: a frozen dataclass that builds an `EnvBatch`.
 
-    `seed` and `stream` address its random numbers: worlds of different streams never meet.
+    `seed` and `stream` (training, evaluation, ...) determine the random numbers: batches of different streams never
+    share any. `threads` is the number of CPU threads that the batch may use.
     """
 
     def make(self, num_envs: int, seed: int, stream: int, threads: int) -> EnvBatch: ...

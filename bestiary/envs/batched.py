@@ -1,4 +1,4 @@
-"""Small environments written for a whole batch at once: the base class, and its face as a single environment."""
+"""Environments whose rules are vectorised over the batch: the base class, and adapters to EnvBatch and gym.Env."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
-from bestiary.envs.env_batch import EnvBatch, Raw
+from bestiary.envs.env_batch import EnvBatch, VectorStep
 from bestiary.errors import UserError
 from bestiary.seeding import derive, hash64
 from bestiary.types import Snapshot, Spec
@@ -19,13 +19,13 @@ class BatchedEnv(VectorEnv):
     """A native Gymnasium vector environment with NEXT_STEP autoreset.
 
     Subclasses set the two `single_` spaces, list the arrays that make up their state in `state_fields`
-    ([num_envs, ...] each), and write `_begin`, `_move` and `_observe`. Random numbers come from `_draw`,
-    addressed by environment and episode: an environment's episodes do not depend on the batch around it.
+    ([num_envs, ...] each), and implement `_reset_slots`, `_step` and `_observe`. Random numbers come from
+    `_random_int`, a hash of environment key and episode: episodes do not depend on the size of the batch.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP, "render_modes": []}
     state_fields: tuple[str, ...]
-    horizon: int | None = None  # moves of the longest episode, where that is known
+    horizon: int | None = None  # maximum episode length in steps, where it is known
 
     def __init__(self, num_envs: int = 1, render_mode: str | None = None) -> None:
         modes = self.metadata["render_modes"]
@@ -39,20 +39,20 @@ class BatchedEnv(VectorEnv):
         self._episode = np.zeros(num_envs, np.int64)
         self._ended = np.zeros(num_envs, bool)
 
-    def _begin(self, mask: NDArray[np.bool_]) -> None:
-        """Start an episode where mask is true."""
+    def _reset_slots(self, mask: NDArray[np.bool_]) -> None:
+        """Start a new episode in the environments where `mask` is true."""
         raise NotImplementedError
 
-    def _move(self, action: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_]]:
-        """Reward, terminated, truncated for all; what happens to ended environments does not matter."""
+    def _step(self, action: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_]]:
+        """Returns reward, terminated and truncated of all environments; those that have ended are ignored."""
         raise NotImplementedError
 
     def _observe(self) -> NDArray[Any]:
-        """A new array [num_envs, ...]."""
+        """The observations, as a new array [num_envs, ...]."""
         raise NotImplementedError
 
-    def _draw(self, n: int, index: int = 0) -> NDArray[np.int64]:
-        """One integer in [0, n) per environment for its current episode; another `index`, another number."""
+    def _random_int(self, n: int, index: int = 0) -> NDArray[np.int64]:
+        """One integer in [0, n) per environment, a function of its key, its current episode and `index`."""
         return (hash64(self._key, self._episode, index) % np.uint64(n)).astype(np.int64)
 
     def reset(
@@ -65,15 +65,15 @@ class BatchedEnv(VectorEnv):
         else:
             self._episode += 1
         self._ended[:] = False
-        self._begin(np.ones(self.num_envs, bool))
+        self._reset_slots(np.ones(self.num_envs, bool))
         return self._observe(), {}
 
     def step(self, actions: NDArray[Any]) -> tuple[NDArray[Any], Any, Any, Any, dict[str, Any]]:
         resetting = self._ended
-        reward, terminated, truncated = self._move(np.asarray(actions))
+        reward, terminated, truncated = self._step(np.asarray(actions))
         if resetting.any():
             self._episode += resetting
-            self._begin(resetting)
+            self._reset_slots(resetting)
         reward = np.where(resetting, 0.0, reward)
         terminated, truncated = terminated & ~resetting, truncated & ~resetting
         self._ended = terminated | truncated
@@ -87,19 +87,19 @@ class BatchedEnv(VectorEnv):
         terminated: NDArray[np.bool_],
         truncated: NDArray[np.bool_],
     ) -> NDArray[np.bool_] | None:
-        """`step` into arrays that are there already; returns who succeeded, where that is known."""
+        """`step` that writes into given arrays; returns the success flags of ended episodes, where they are defined."""
         obs[:], reward[:], terminated[:], truncated[:], info = self.step(actions)
         return info.get("success")
 
-    def _picture(self, slot: int) -> NDArray[np.uint8]:
-        """What a spectator sees of one environment, [height, width, RGB]."""
+    def _render_slot(self, slot: int) -> NDArray[np.uint8]:
+        """A rendered frame of one environment for a human viewer: [height, width, RGB]."""
         raise NotImplementedError
 
     def render(self) -> tuple[NDArray[np.uint8], ...] | None:
         if self.render_mode is None:
-            gym.logger.warn('there is nothing to render without render_mode="rgb_array" when the environment is made')
+            gym.logger.warn('render() needs an environment that was made with render_mode="rgb_array"')
             return None
-        return tuple(self._picture(slot) for slot in range(self.num_envs))
+        return tuple(self._render_slot(slot) for slot in range(self.num_envs))
 
     def state_dict(self) -> Snapshot:
         fields = ("_key", "_episode", "_ended", *self.state_fields)
@@ -111,7 +111,7 @@ class BatchedEnv(VectorEnv):
 
 
 class SingleEnv(gym.Env):
-    """A batched environment of one, for `gymnasium.make`."""
+    """A BatchedEnv of batch size one as a gym.Env, for `gymnasium.make`."""
 
     def __init__(self, batched: BatchedEnv) -> None:
         self.batched = batched
@@ -122,14 +122,14 @@ class SingleEnv(gym.Env):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
-        of_one = {name: np.asarray(value)[None] for name, value in (options or {}).items()}
-        obs, info = self.batched.reset(seed=seed, options=of_one)
+        batched_options = {name: np.asarray(value)[None] for name, value in (options or {}).items()}
+        obs, info = self.batched.reset(seed=seed, options=batched_options)
         return obs[0], info
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         obs, reward, terminated, truncated, info = self.batched.step(np.array([action]))
-        told = {name: values[0].item() for name, values in info.items() if not name.startswith("_")}
-        return obs[0], float(reward[0]), bool(terminated[0]), bool(truncated[0]), told
+        scalars = {name: values[0].item() for name, values in info.items() if not name.startswith("_")}
+        return obs[0], float(reward[0]), bool(terminated[0]), bool(truncated[0]), scalars
 
     def render(self) -> NDArray[np.uint8] | None:  # type: ignore[override]
         frames = self.batched.render()
@@ -137,7 +137,7 @@ class SingleEnv(gym.Env):
 
 
 class VectorEnvBatch(EnvBatch):
-    """A batched environment as rows. Its state is a few arrays, so it continues exactly after a restart."""
+    """A BatchedEnv as an EnvBatch. Its state is a few arrays, so running episodes can be saved and resumed exactly."""
 
     def __init__(self, name: str, env: BatchedEnv, seed: int, stream: int) -> None:
         space = env.single_observation_space
@@ -149,23 +149,23 @@ class VectorEnvBatch(EnvBatch):
         self.env = env
         self.seeds = [derive(seed, stream, slot) for slot in range(env.num_envs)]
 
-    def _start(self) -> Raw:
+    def _start(self) -> VectorStep:
         obs, _ = self.env.reset(seed=self.seeds)
         none = np.zeros(self.num_envs, bool)
-        return Raw(obs, np.zeros(self.num_envs), none, none, ~none)
+        return VectorStep(obs, np.zeros(self.num_envs), none, none, ~none)
 
-    def _advance(self, action: NDArray[np.int64]) -> Raw:
+    def _advance(self, action: NDArray[np.int64]) -> VectorStep:
         first = self.env._ended.copy()
         obs, reward, terminated, truncated, info = self.env.step(action)
-        return Raw(obs, reward, terminated, truncated, first, success=info.get("success"))
+        return VectorStep(obs, reward, terminated, truncated, first, success=info.get("success"))
 
-    def watch(self) -> float:
+    def start_rendering(self) -> float:
         if "rgb_array" not in self.env.metadata["render_modes"]:
-            return super().watch()
+            return super().start_rendering()
         return self.env.metadata["render_fps"]
 
     def render(self, slot: int) -> NDArray[np.uint8]:
-        return self.env._picture(slot)
+        return self.env._render_slot(slot)
 
     def _save(self) -> Snapshot:
         return self.env.state_dict()

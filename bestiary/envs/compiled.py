@@ -1,4 +1,4 @@
-"""Batched environments with compiled rules: an environment is a record of numbers, a step is a loop over records."""
+"""BatchedEnv with rules compiled by Numba: the state is a structured array with one record per environment."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -18,31 +18,31 @@ from bestiary.types import Snapshot
 compiled = compiler()
 mix = compiled(seeding.mix)
 
-# what every record begins with
+# the fields that every record begins with
 HEAD: list[tuple[Any, ...]] = [("key", "u8"), ("episode", "i8"), ("ended", "?"), ("success", "?")]
 
 
 @compiled
-def draw(s, index, n):
-    """An integer in [0, n) for the record's episode: what `BatchedEnv._draw` gives, for one environment."""
+def random_int(s, index, n):
+    """An integer in [0, n) for one record: equals `BatchedEnv._random_int` of that environment."""
     return np.int64(mix(mix(s.key, np.uint64(s.episode)), np.uint64(index)) % np.uint64(n))
 
 
 class CompiledEnv(BatchedEnv):
-    """Rules as compiled functions of one record `s`, so that any compiled loop can play them, not only `step`.
+    """Rules are compiled functions of one record `s`, so that compiled loops other than `step` can call them too.
 
-    `draw_hidden(s)` draws an episode's hidden variables, `place(s)` then sets its first moment, and `observe(s, obs)`
-    fills one observation. `advance(state, action, obs, reward, done)` is a step of all, resets included.
-    `hidden` names the variables that `reset(options=...)` may give instead, with the shape of each.
+    `sample_hidden(s)` samples the hidden variables of an episode, `initialize(s)` then sets its initial state, and
+    `observe(s, obs)` writes one observation. `step_all(state, action, obs, reward, done)` steps all environments,
+    resets included. `hidden` maps each variable that `reset(options=...)` may set to its shape.
     """
 
     metadata = {**BatchedEnv.metadata, "render_modes": ["rgb_array"], "render_fps": 8}
     hidden: ClassVar[dict[str, tuple[int, ...]]]
-    oracle_return: ClassVar[float]  # what knowing the hidden variables is worth
-    draw_hidden: Callable[..., Any]
-    place: Callable[..., Any]
+    oracle_return: ClassVar[float]  # return of a policy that knows the hidden variables (apples not counted)
+    sample_hidden: Callable[..., Any]
+    initialize: Callable[..., Any]
     observe: Callable[..., Any]
-    advance: Callable[..., Any]
+    step_all: Callable[..., Any]
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class CompiledEnv(BatchedEnv):
         num_envs: int,
         render_mode: str | None,
     ) -> None:
-        """`fields` make up the record; `settings` are those of them that never change."""
+        """`fields` are the fields of the record; `settings` are the values of those that never change."""
         self.state = np.zeros(num_envs, np.dtype(HEAD + fields, align=True))
         self.settings = settings
         for name, value in settings.items():
@@ -63,10 +63,10 @@ class CompiledEnv(BatchedEnv):
         self.state["key"] = self._key
         self._key, self._episode, self._ended = (self.state[name] for name in ("key", "episode", "ended"))
 
-    def _begin(self, mask: NDArray[np.bool_]) -> None:
+    def _reset_slots(self, mask: NDArray[np.bool_]) -> None:
         for i in np.flatnonzero(mask):
-            self.draw_hidden(self.state[i])
-            self.place(self.state[i])
+            self.sample_hidden(self.state[i])
+            self.initialize(self.state[i])
 
     def _empty(self) -> NDArray[Any]:
         space: gym.Space = self.single_observation_space
@@ -89,11 +89,11 @@ class CompiledEnv(BatchedEnv):
         for name, values in forced.items():
             self.state[name] = values
         for i in range(self.num_envs):
-            self.place(self.state[i])
+            self.initialize(self.state[i])
         return self._observe(), info
 
     def _checked(self, name: str, value: Any) -> NDArray[np.int64]:
-        """A hidden variable as [num_envs, ...], or a sentence on what is wrong with it."""
+        """A reset option as an array [num_envs, ...]; raises UserError if it is invalid."""
         if name not in self.hidden:
             raise UserError(f"reset has no option {name!r}: {did_you_mean(name, self.hidden)}")
         values = np.asarray(value)
@@ -101,7 +101,9 @@ class CompiledEnv(BatchedEnv):
             raise UserError(f"reset option {name} must hold whole numbers, not {values.dtype}")
         if values.ndim == 0 or len(values) != self.num_envs:
             entries = len(values) if values.ndim else "a single value"
-            raise UserError(f"reset option {name} must have {self.num_envs} entries, one an environment, not {entries}")
+            raise UserError(
+                f"reset option {name} must have {self.num_envs} entries, one per environment, not {entries}"
+            )
         if values.shape[1:] != self.hidden[name]:
             wanted, got = self.hidden[name], values.shape[1:]
             raise UserError(f"reset option {name} must have the shape {wanted} in each environment, not {got}")
@@ -110,13 +112,13 @@ class CompiledEnv(BatchedEnv):
         return values
 
     def _check(self, name: str, values: NDArray[np.int64]) -> None:
-        """Refuse values that no episode could have."""
+        """Raise UserError for values that no episode can have."""
         raise NotImplementedError
 
     def step(self, actions: NDArray[Any]) -> tuple[NDArray[Any], Any, Any, Any, dict[str, Any]]:
         n = self.num_envs
         obs, reward, done = self._empty(), np.empty(n), np.empty(n, bool)
-        self.advance(self.state, np.asarray(actions, np.int64), obs, reward, done)
+        self.step_all(self.state, np.asarray(actions, np.int64), obs, reward, done)
         info: dict[str, Any] = {}
         if done.any():
             best = np.where(done, self.oracle_return, 0.0)
@@ -131,7 +133,7 @@ class CompiledEnv(BatchedEnv):
         terminated: NDArray[np.bool_],
         truncated: NDArray[np.bool_],
     ) -> NDArray[np.bool_] | None:
-        self.advance(self.state, actions, obs, reward, terminated)
+        self.step_all(self.state, actions, obs, reward, terminated)
         truncated[:] = False
         return self.state["success"] & terminated if terminated.any() else None
 

@@ -1,6 +1,6 @@
-"""What the two grid tasks share: a board, a view of five by five cells around the player, and a garden of apples.
+"""Shared by the two grid tasks: the board, the 5x5 view around the player, and the garden with apples.
 
-An episode has three phases, and the apples are the second. Cells are (row, column), row 0 on top.
+An episode has three phases; the second is the garden. Cells are (row, column), with row 0 at the top.
 """
 
 from collections.abc import Callable
@@ -10,12 +10,12 @@ import numpy as np
 from gymnasium.spaces import Box
 from numpy.typing import NDArray
 
-from bestiary.envs.compiled import compiled, draw
+from bestiary.envs.compiled import compiled, random_int
 from bestiary.errors import UserError
 
 ROWS, COLUMNS, VIEW = 7, 11, 5
 NORTH, SOUTH, WEST, EAST = range(4)
-APPLES, RESPAWN = 10, 20  # an apple is gone for so many rows
+APPLES, RESPAWN = 10, 20  # an apple grows again after so many steps
 APPLE_REWARD, FINAL_REWARD = 1.0, 5.0
 FIRST, GARDEN, LAST = range(3)  # phases
 
@@ -35,10 +35,10 @@ GATE = (5, 5)  # where the player enters the garden
 CHEQUERED = np.add.outer(np.arange(ROWS), np.arange(COLUMNS)) % 2 == 0
 MAY_GROW = CHEQUERED & ~FENCE & ~cells(GATE)
 TREES = np.argwhere(MAY_GROW)  # [22, 2]
-TREE_AT = np.where(MAY_GROW, np.cumsum(MAY_GROW).reshape(MAY_GROW.shape) - 1, -1)  # a cell's row in TREES
+TREE_AT = np.where(MAY_GROW, np.cumsum(MAY_GROW).reshape(MAY_GROW.shape) - 1, -1)  # index of a cell in TREES, or -1
 NEVER = 2**31 - 1
 
-# `back` holds, for every tree, the step of the phase from which on its apple is (again) to be seen
+# `back` holds, for every tree, the step of the phase from which on its apple is visible (again)
 FIELDS: list[tuple[Any, ...]] = [
     ("length", "i8"), ("phase", "i8"), ("t", "i8"), ("row", "i8"), ("column", "i8"),
     ("apple_cells", "i1", (APPLES, 2)), ("back", "i4", (len(TREES),)),
@@ -46,17 +46,17 @@ FIELDS: list[tuple[Any, ...]] = [
 
 
 @compiled
-def draw_apples(s, index):
-    """Ten of the trees, each set equally likely (Fisher-Yates); uses the numbers from `index` on."""
+def sample_apples(s, index):
+    """Sample ten of the trees uniformly (Fisher-Yates); uses the random numbers from `index` on."""
     order = np.arange(TREES.shape[0])
     for k in range(APPLES):
-        other = k + draw(s, index + k, len(order) - k)
+        other = k + random_int(s, index + k, len(order) - k)
         order[k], order[other] = order[other], order[k]
         s.apple_cells[k, 0], s.apple_cells[k, 1] = TREES[order[k], 0], TREES[order[k], 1]
 
 
 @compiled
-def hang_apples(s):
+def place_apples(s):
     for tree in range(TREES.shape[0]):
         s.back[tree] = NEVER
     for k in range(APPLES):
@@ -64,8 +64,8 @@ def hang_apples(s):
 
 
 @compiled
-def pick(s):
-    """What the player's cell pays: one must have been able to see the apple before."""
+def collect_apple(s):
+    """The reward of the player's cell; an apple counts only if it was visible before this step."""
     tree = TREE_AT[s.row, s.column]
     if tree >= 0 and s.t > s.back[tree]:
         s.back[tree] = s.t + RESPAWN + 1
@@ -74,29 +74,29 @@ def pick(s):
 
 
 @compiled
-def ahead(s, action):
-    """The cell an action leads to; the board's edge stops everyone."""
+def next_cell(s, action):
+    """The cell that an action leads to, clipped to the board."""
     row = s.row + (action == SOUTH) - (action == NORTH)
     column = s.column + (action == EAST) - (action == WEST)
     return min(max(row, 0), ROWS - 1), min(max(column, 0), COLUMNS - 1)
 
 
 @compiled
-def walk(s, action, walls):
-    row, column = ahead(s, action)
+def move(s, action, walls):
+    row, column = next_cell(s, action)
     if not walls[row, column]:
         s.row, s.column = row, column
 
 
 @compiled
-def stroll(s, action):
-    """A move in the garden."""
-    walk(s, action, FENCE)
-    return pick(s)
+def garden_step(s, action):
+    """One step in the garden; returns the reward."""
+    move(s, action, FENCE)
+    return collect_apple(s)
 
 
 @compiled
-def enter(s, phase, row, column):
+def start_phase(s, phase, row, column):
     s.phase, s.t, s.row, s.column = phase, 0, row, column
 
 
@@ -119,7 +119,7 @@ def garden_colour(s, row, column):
     return wall_colour(FENCE, row, column)
 
 
-# -- in Python: spaces, forced episodes, pictures -----------------------------------------------------------------
+# -- in Python: spaces, reset options, rendering -----------------------------------------------------------------
 
 
 def view_space(channels: int) -> Box:
@@ -127,26 +127,26 @@ def view_space(channels: int) -> Box:
 
 
 def check_cells(name: str, values: NDArray[np.int64], allowed: NDArray[np.bool_]) -> None:
-    """Refuse cells, [..., 2], that are not among the allowed ones."""
+    """Raise UserError for cells [..., 2] that are not allowed."""
     for row, column in values.reshape(-1, 2).tolist():
         if not (0 <= row < ROWS and 0 <= column < COLUMNS):
             board = f"the board's {ROWS} rows and {COLUMNS} columns"
             raise UserError(f"reset option {name} holds the cell ({row}, {column}), which lies outside {board}")
         if not allowed[row, column]:
-            right = ", ".join(f"({r}, {c})" for r, c in np.argwhere(allowed).tolist())
-            raise UserError(f"reset option {name} holds the cell ({row}, {column}); it may hold {right}")
+            choices = ", ".join(f"({r}, {c})" for r, c in np.argwhere(allowed).tolist())
+            raise UserError(f"reset option {name} holds the cell ({row}, {column}); it may hold {choices}")
 
 
 def check_apples(values: NDArray[np.int64]) -> None:
-    """[num_envs, 10, 2]: only where apples grow, and no cell twice in an episode."""
+    """Raise UserError unless cells [num_envs, 10, 2] are cells where apples grow, without repetition in an episode."""
     check_cells("apple_cells", values, MAY_GROW)
     for chosen in values.tolist():
         if len({tuple(cell) for cell in chosen}) < APPLES:
             raise UserError(f"reset option apple_cells holds a cell twice; it must hold {APPLES} different ones")
 
 
-def picture(colour: Callable[[Any, int, int], tuple[int, int, int]], s: Any, scale: int = 24) -> NDArray[np.uint8]:
-    """The whole board with a margin, and a frame around what the player sees."""
+def render_board(colour: Callable[[Any, int, int], tuple[int, int, int]], s: Any, scale: int = 24) -> NDArray[np.uint8]:
+    """The whole board with a margin, and a frame around the view of the player."""
     margin = VIEW // 2
     rows, columns = range(-margin, ROWS + margin), range(-margin, COLUMNS + margin)
     small = np.array([[colour(s, r, c) for c in columns] for r in rows], np.uint8)

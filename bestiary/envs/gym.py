@@ -1,4 +1,4 @@
-"""Any environment registered with Gymnasium: discrete actions, pictures or vectors."""
+"""Any environment registered with Gymnasium that has discrete actions and image or vector observations."""
 
 import functools
 import multiprocessing
@@ -20,21 +20,21 @@ from numpy.typing import NDArray
 
 from bestiary.config.extras import require
 from bestiary.config.suggestions import did_you_mean
-from bestiary.envs.env_batch import EnvBatch, Raw
+from bestiary.envs.env_batch import EnvBatch, VectorStep
 from bestiary.errors import UserError
 from bestiary.seeding import derive
 from bestiary.types import Snapshot, Spec
 
-NAMES = "component_names"  # by this attribute an environment tells what its reward could be made of
-Maker = Callable[[], gymnasium.Env]
+COMPONENT_NAMES = "component_names"  # attribute with the names of an environment's reward components
+EnvFn = Callable[[], gymnasium.Env]
 Wrapper = Callable[[gymnasium.Env], gymnasium.Env]
-PATIENCE = 5.0  # seconds for a process to end of its own accord
+JOIN_TIMEOUT = 5.0  # seconds that a worker process has to exit before it is killed
 
 
 class Replayable(gymnasium.Wrapper):
-    """Gives every episode a seed of its own, so that a running episode is its number and the actions since.
+    """Seeds every episode, so that a running episode is determined by its number and the actions since its start.
 
-    `reset(options={"resume": [(episode, actions), ...]})` plays the running episode of this slot again.
+    `reset(options={"resume": [(episode, actions), ...]})` replays the running episode of this slot.
     """
 
     def __init__(self, env: gymnasium.Env, address: tuple[int, ...]) -> None:
@@ -55,7 +55,7 @@ class Replayable(gymnasium.Wrapper):
         return obs, info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        if self.over:  # resumed on an episode's last row: its vector environment does not know it must reset
+        if self.over:  # resumed at the last step of an episode: the vector environment does not know that it must reset
             obs, info = self.reset()
             return obs, 0.0, False, False, info
         return self.env.step(action)
@@ -64,17 +64,17 @@ class Replayable(gymnasium.Wrapper):
 def build(cfg: "Gym", address: tuple[int, ...], wrapper: Wrapper | None = None, render: bool = False) -> gymnasium.Env:
     kwargs: dict[str, Any] = dict(cfg.kwargs) | ({"render_mode": "rgb_array"} if render else {})
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Gymnasium's advice about versions is not the user's error
+        warnings.simplefilter("ignore")  # Gymnasium's warnings about versions
         env = gymnasium.make(cfg.id, **kwargs)
     return Replayable(env if wrapper is None else wrapper(env), address)
 
 
 class Probe(NamedTuple):
-    """What a single environment says of itself."""
+    """Properties of one environment, found by making it."""
 
     spec: Spec
-    channels_last: bool  # of its pictures
-    components: tuple[str, ...]  # of its reward, where it is a `bestiary.envs.reward_components`
+    channels_last: bool  # image observations are [H, W, C]
+    components: tuple[str, ...]  # names of reward components, from `bestiary.envs.reward_components`
     has_lives: bool
 
 
@@ -93,17 +93,17 @@ def probe(cfg: "Gym") -> Probe:
     except TypeError as e:
         raise UserError(f"{cfg.id} does not accept env.kwargs={cfg.kwargs}: {e}") from None
     obs, actions = env.observation_space, env.action_space
-    components = env.get_wrapper_attr(NAMES) if env.has_wrapper_attr(NAMES) else ()
+    components = env.get_wrapper_attr(COMPONENT_NAMES) if env.has_wrapper_attr(COMPONENT_NAMES) else ()
     has_lives = "lives" in env.metadata
     env.close()
     if not isinstance(actions, gymnasium.spaces.Discrete):
-        raise UserError(f"{cfg.id} has actions {actions}; only Discrete actions are supported")
+        raise UserError(f"{cfg.id} has the action space {actions}; only Discrete is supported")
     if actions.start != 0:
-        raise UserError(f"{cfg.id} counts its actions from {actions.start}; wrap it so that they start at 0")
+        raise UserError(f"{cfg.id} numbers its actions from {actions.start}; wrap it so that they start at 0")
     if not isinstance(obs, gymnasium.spaces.Box) or len(obs.shape) not in (1, 3):
         raise UserError(
-            f"{cfg.id} shows {obs}; only a vector (Box of rank 1) or a picture (Box of rank 3) is supported: "
-            "wrap it with gymnasium.wrappers.FlattenObservation"
+            f"{cfg.id} has the observation space {obs}; only vectors (Box of rank 1) and images (Box of rank 3) are "
+            "supported: wrap it with gymnasium.wrappers.FlattenObservation"
         )
     is_image = len(obs.shape) == 3
     last = is_image and obs.shape[-1] in (1, 3, 4)
@@ -114,8 +114,8 @@ def probe(cfg: "Gym") -> Probe:
     return Probe(spec, last, tuple(components), has_lives)
 
 
-def portable(error: Exception) -> Exception:
-    """The error itself where it can travel between processes, else its words; with its traceback either way."""
+def picklable(error: Exception) -> Exception:
+    """The exception itself if it can be pickled, else a RuntimeError with its text; the traceback becomes a note."""
     try:
         error = pickle.loads(pickle.dumps(error))
     except Exception:
@@ -124,18 +124,20 @@ def portable(error: Exception) -> Exception:
     return error
 
 
-def row(told: tuple[Any, ...], count: int) -> tuple[Any, ...]:
-    """A vector step with the parts of its info that matter here, lives and components; zeros where there are none."""
-    *plain, info = told
-    return (*plain, info.get("lives", np.zeros(count)), info.get("components", np.zeros((count, 0))))
+def flat_step(result: tuple[Any, ...], count: int) -> tuple[Any, ...]:
+    """The result of a vector step with the lives and components of its info in place of it; zeros if missing."""
+    *arrays, info = result
+    return (*arrays, info.get("lives", np.zeros(count)), info.get("components", np.zeros((count, 0))))
 
 
-def serve(pipe: Connection, other_end: Connection, makers: Sequence[Maker]) -> None:
-    """The life of a process: it steps its share of the environments for as long as someone asks."""
-    other_end.close()  # a copy: while it is open, the end of whoever asks would go unnoticed
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C asks for a stop at a safe point: until then there is work
+def run_worker(pipe: Connection, parent_end: Connection, env_fns: Sequence[EnvFn]) -> None:
+    """Main loop of a worker process: it answers reset and step requests for its environments until the pipe closes."""
+    parent_end.close()  # this is a copy; while it is open, the exit of the parent process would go unnoticed
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # the parent handles Ctrl-C and still needs this worker
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    env = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.NEXT_STEP)
+    env = SyncVectorEnv(env_fns, autoreset_mode=AutoresetMode.NEXT_STEP)
     while True:
         try:
             request = pipe.recv()
@@ -145,75 +147,75 @@ def serve(pipe: Connection, other_end: Connection, makers: Sequence[Maker]) -> N
             return
         method, argument = request
         try:
-            told = env.reset(options=argument) if method == "reset" else env.step(argument)
-            answer = row(told, len(makers))
+            result = env.reset(options=argument) if method == "reset" else env.step(argument)
+            answer = flat_step(result, len(env_fns))
         except Exception as e:
-            answer = portable(e)
+            answer = picklable(e)
         pipe.send(answer)
 
 
-class Shards:
-    """Many environments in a few processes, each of which steps its share one after the other.
+class SubprocessVectorEnv:
+    """A vector environment in a few worker processes, each of which steps its environments one after the other.
 
-    One process for each environment is slower than none at all where environments are quick: most of its time goes
-    into waking up. An error of an environment is raised here as its own; a process that died is an error too.
+    One process per environment is slower than no processes at all if environments are fast, because waking a process
+    up takes longer than a step. An exception of an environment is raised here; a worker that died raises an error.
     """
 
-    def __init__(self, makers: Sequence[Maker], processes: int) -> None:
-        shares = np.array_split(np.arange(len(makers)), min(processes, len(makers)))
-        self.cuts = np.cumsum([len(share) for share in shares])[:-1]
+    def __init__(self, env_fns: Sequence[EnvFn], processes: int) -> None:
+        slots_of = np.array_split(np.arange(len(env_fns)), min(processes, len(env_fns)))
+        self.splits = np.cumsum([len(slots) for slots in slots_of])[:-1]
         self.workers: list[tuple[multiprocessing.Process, Connection]] = []
-        for share in shares:
-            here, there = multiprocessing.Pipe()
+        for slots in slots_of:
+            parent_end, worker_end = multiprocessing.Pipe()
             process = multiprocessing.Process(
-                target=serve, args=(there, here, [makers[slot] for slot in share]), daemon=True
+                target=run_worker, args=(worker_end, parent_end, [env_fns[slot] for slot in slots]), daemon=True
             )
             process.start()
-            there.close()
-            self.workers.append((process, here))
+            worker_end.close()
+            self.workers.append((process, parent_end))
 
     def reset(self, *, options: dict[str, Any]) -> tuple[NDArray[Any], dict[str, Any]]:
-        obs, lives, _ = self._ask("reset", [options] * len(self.workers))
+        obs, lives, _ = self._call("reset", [options] * len(self.workers))
         return obs, {"lives": lives}
 
     def step(self, action: NDArray[np.int64]) -> tuple[Any, ...]:
-        *plain, lives, components = self._ask("step", np.split(action, self.cuts))
-        return (*plain, {"lives": lives, "components": components})
+        *arrays, lives, components = self._call("step", np.split(action, self.splits))
+        return (*arrays, {"lives": lives, "components": components})
 
-    def _ask(self, method: str, arguments: Sequence[Any]) -> list[NDArray[Any]]:
+    def _call(self, method: str, arguments: Sequence[Any]) -> list[NDArray[Any]]:
         for (process, pipe), argument in zip(self.workers, arguments, strict=True):
             try:
                 pipe.send((method, argument))
             except OSError:
-                raise self._death(process) from None
-        # everyone's answer is heard before an error is raised: none is left for the next question
-        answers = [self._hear(process, pipe) for process, pipe in self.workers]
+                raise self._worker_died(process) from None
+        # all answers are received before an exception is raised, so that none is left in a pipe for the next call
+        answers = [self._receive(process, pipe) for process, pipe in self.workers]
         for answer in answers:
             if isinstance(answer, Exception):
                 raise answer
         return [np.concatenate(parts) for parts in zip(*answers, strict=True)]
 
-    def _hear(self, process: multiprocessing.Process, pipe: Connection) -> Any:
+    def _receive(self, process: multiprocessing.Process, pipe: Connection) -> Any:
         while not pipe.poll(1.0):
-            if not process.is_alive():  # a process forked meanwhile may hold the pipe open: it would stay silent
-                raise self._death(process)
+            if not process.is_alive():  # another process forked meanwhile may hold the pipe open, so EOF would not come
+                raise self._worker_died(process)
         try:
             return pipe.recv()
         except (EOFError, OSError):
-            raise self._death(process) from None
+            raise self._worker_died(process) from None
 
-    def _death(self, process: multiprocessing.Process) -> RuntimeError:
-        process.join(PATIENCE)
-        return RuntimeError(f"a process with environments has died (exit code {process.exitcode})")
+    def _worker_died(self, process: multiprocessing.Process) -> RuntimeError:
+        process.join(JOIN_TIMEOUT)
+        return RuntimeError(f"an environment worker process has died (exit code {process.exitcode})")
 
     def close(self) -> None:
         for _, pipe in self.workers:
             try:
                 pipe.send(None)
-            except OSError:  # it has died, or was told before
+            except OSError:  # it has died, or was closed before
                 continue
         for process, pipe in self.workers:
-            process.join(PATIENCE)
+            process.join(JOIN_TIMEOUT)
             process.kill()
             process.join()
             pipe.close()
@@ -221,48 +223,50 @@ class Shards:
 
 
 class GymEnvBatch(EnvBatch):
+    """A Gymnasium environment as an EnvBatch. Running episodes are resumed by replaying their actions."""
+
     def __init__(
         self, cfg: "Gym", num_envs: int, seed: int, stream: int, threads: int, wrapper: Wrapper | None = None
     ) -> None:
-        found = probe(cfg)
-        super().__init__(found.spec, num_envs, found.components)
-        self.channels_last, self.has_lives = found.channels_last, found.has_lives
-        makers = [functools.partial(build, cfg, (seed, stream, slot), wrapper) for slot in range(num_envs)]
-        self.makers = makers
+        properties = probe(cfg)
+        super().__init__(properties.spec, num_envs, properties.components)
+        self.channels_last, self.has_lives = properties.channels_last, properties.has_lives
+        env_fns = [functools.partial(build, cfg, (seed, stream, slot), wrapper) for slot in range(num_envs)]
+        self.env_fns = env_fns
         if cfg.processes:
-            self.env = Shards(makers, threads)
+            self.env = SubprocessVectorEnv(env_fns, threads)
         else:
-            self.env = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.NEXT_STEP)
+            self.env = SyncVectorEnv(env_fns, autoreset_mode=AutoresetMode.NEXT_STEP)
         self._ended = np.zeros(num_envs, bool)
         self._episode = np.zeros(num_envs, np.int64)
         self._journal: list[list[int]] = [[] for _ in range(num_envs)]
 
-    def _picture(self, obs: NDArray[Any]) -> NDArray[Any]:
+    def _convert(self, obs: NDArray[Any]) -> NDArray[Any]:
         if self.channels_last:
             obs = np.moveaxis(obs, -1, 1)
         dtype = np.uint8 if self.spec.obs_dtype == torch.uint8 else np.float32
         return np.array(obs, dtype, order="C")  # vector environments reuse their buffer
 
-    def _start(self) -> Raw:
+    def _start(self) -> VectorStep:
         obs, info = self.env.reset(options={"resume": [(0, [])] * self.num_envs})
         none = np.zeros(self.num_envs, bool)
         self._ended[:] = False
         self._episode[:] = 0
         self._journal = [[] for _ in range(self.num_envs)]
-        raw = Raw(self._picture(obs), np.zeros(self.num_envs), none, none, ~none)
+        raw = VectorStep(self._convert(obs), np.zeros(self.num_envs), none, none, ~none)
         return raw._replace(lives=info["lives"]) if self.has_lives else raw
 
-    def _advance(self, action: NDArray[np.int64]) -> Raw:
+    def _advance(self, action: NDArray[np.int64]) -> VectorStep:
         is_first = self._ended
-        obs, reward, terminated, truncated, lives, components = row(self.env.step(action), self.num_envs)
-        for slot, chosen in enumerate(action.tolist()):
+        obs, reward, terminated, truncated, lives, components = flat_step(self.env.step(action), self.num_envs)
+        for slot, number in enumerate(action.tolist()):
             if is_first[slot]:
                 self._journal[slot].clear()
             else:
-                self._journal[slot].append(chosen)
+                self._journal[slot].append(number)
         self._episode += is_first
         self._ended = terminated | truncated
-        raw = Raw(self._picture(obs), reward, terminated, truncated & ~terminated, is_first)
+        raw = VectorStep(self._convert(obs), reward, terminated, truncated & ~terminated, is_first)
         if self.components:
             raw = raw._replace(components=components)
         return raw._replace(lives=lives) if self.has_lives else raw
@@ -281,31 +285,31 @@ class GymEnvBatch(EnvBatch):
         self._journal = [list(j) for j in state["journal"]]
         self._ended = np.array(state["ended"], bool)
 
-    def watch(self) -> float:
-        """Makes the environments anew: Gymnasium wants to know about pictures beforehand."""
+    def start_rendering(self) -> float:
+        """Make the environments again with render_mode="rgb_array", which Gymnasium needs at construction."""
         self.close()
-        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame draws into memory: it need not look for a screen
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame renders into memory and needs no display
         try:
-            makers = [functools.partial(make, render=True) for make in self.makers]
-            drawn = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.NEXT_STEP)
-        except TypeError:  # there is no such argument
-            return super().watch()
-        self.env = drawn
-        if "rgb_array" not in (drawn.envs[0].metadata.get("render_modes") or ()):
-            return super().watch()
-        return drawn.envs[0].metadata.get("render_fps") or 30
+            env_fns = [functools.partial(env_fn, render=True) for env_fn in self.env_fns]
+            rendered = SyncVectorEnv(env_fns, autoreset_mode=AutoresetMode.NEXT_STEP)
+        except TypeError:  # the environment has no such argument
+            return super().start_rendering()
+        self.env = rendered
+        if "rgb_array" not in (rendered.envs[0].metadata.get("render_modes") or ()):
+            return super().start_rendering()
+        return rendered.envs[0].metadata.get("render_fps") or 30
 
     def render(self, slot: int) -> NDArray[np.uint8]:
         assert isinstance(self.env, SyncVectorEnv)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                picture = np.asarray(self.env.envs[slot].render())
+                frame = np.asarray(self.env.envs[slot].render())
         except gymnasium.error.DependencyNotInstalled as e:
-            raise UserError(f"pictures of {self.spec.name} need a package that is not installed: {e}") from None
-        if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[-1] != 3:
-            raise UserError(f"{self.spec.name} shows {picture.dtype} {picture.shape} instead of a picture in colours")
-        return picture.copy()
+            raise UserError(f"rendering {self.spec.name} needs a package that is not installed: {e}") from None
+        if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[-1] != 3:
+            raise UserError(f"{self.spec.name} renders {frame.dtype} {frame.shape} instead of uint8 [height, width, 3]")
+        return frame.copy()
 
     def close(self) -> None:
         self.env.close()
@@ -313,13 +317,14 @@ class GymEnvBatch(EnvBatch):
 
 @dataclass(frozen=True)
 class Gym:
-    """Any Gymnasium id with discrete actions."""
+    """Any Gymnasium environment with discrete actions."""
 
     id: str = "CartPole-v1"
+    """id of the environment in Gymnasium's registry"""
     kwargs: dict[str, int | float | bool | str] = field(default_factory=dict)
-    """arguments for gymnasium.make"""
+    """keyword arguments for gymnasium.make"""
     processes: bool = False
-    """share the environments out among processes, one per thread (unless set: per core)"""
+    """step the environments in worker processes, one per thread (--runtime.threads; None: one per core)"""
 
     def make(self, num_envs: int, seed: int, stream: int, threads: int) -> EnvBatch:
         return GymEnvBatch(self, num_envs, seed, stream, threads)

@@ -1,10 +1,10 @@
-"""Key-to-Door: take a key that pays only much later (Hung et al. 2019; Ni et al. 2023)."""
+"""Key-to-Door: long-term credit assignment; a key pays only at a much later door (Hung et al. 2019; Ni et al. 2023)."""
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bestiary.envs import grid
-from bestiary.envs.compiled import CompiledEnv, compiled, draw
+from bestiary.envs.compiled import CompiledEnv, compiled, random_int
 from bestiary.envs.grid import (
     FINAL_REWARD,
     FIRST,
@@ -13,14 +13,14 @@ from bestiary.envs.grid import (
     LAST,
     PLAYER,
     VIEW,
-    ahead,
     cells,
-    draw_apples,
-    enter,
     garden_colour,
-    hang_apples,
-    stroll,
-    walk,
+    garden_step,
+    move,
+    next_cell,
+    place_apples,
+    sample_apples,
+    start_phase,
     wall_colour,
 )
 from bestiary.envs.memory import check_length
@@ -29,8 +29,8 @@ FIRST_STEPS, LAST_STEPS = 15, 10
 HALL = cells((0, slice(2, 9)), (6, slice(2, 9)), (slice(0, 7), 2), (slice(0, 7), 8), (3, 3), (3, 7))
 KEY_CELLS = cells((slice(1, 3), slice(3, 8)))
 START_CELLS = cells((slice(4, 6), slice(3, 8)))
-LAMP = (0, 5)  # lights up in the row in which the key is taken
-DOOR, START = (1, 5), (3, 5)  # of the last phase
+LAMP = (0, 5)  # lit at the step at which the key is taken
+DOOR, START = (1, 5), (3, 5)  # cells of the last phase
 VAULT = cells((1, slice(3, 8)), (5, slice(3, 8)), (slice(1, 6), 3), (slice(1, 6), 7)) & ~cells(DOOR)
 KEY_COLOUR, DOOR_COLOUR, LIGHT = (159, 81, 44), (134, 206, 235), (255, 255, 255)
 
@@ -40,17 +40,17 @@ FIELDS = [
 
 
 @compiled
-def key_to_door_draw(s):
-    key, start = draw(s, 0, 10), draw(s, 1, 10)
+def key_to_door_sample(s):
+    key, start = random_int(s, 0, 10), random_int(s, 1, 10)
     s.key_cell[0], s.key_cell[1] = 1 + key // 5, 3 + key % 5
     s.start_cell[0], s.start_cell[1] = 4 + start // 5, 3 + start % 5
-    draw_apples(s, 2)
+    sample_apples(s, 2)
 
 
 @compiled
-def key_to_door_place(s):
-    enter(s, FIRST, s.start_cell[0], s.start_cell[1])
-    hang_apples(s)
+def key_to_door_initialize(s):
+    start_phase(s, FIRST, s.start_cell[0], s.start_cell[1])
+    place_apples(s)
     s.has_key = s.light = s.success = False
 
 
@@ -61,25 +61,25 @@ def is_cell(cell, row, column):
 
 @compiled
 def key_to_door_step(s, action):
-    """One move of one environment. A phase's last move already shows the next phase."""
+    """One step of one environment; returns (reward, done). The last step of a phase already shows the next phase."""
     s.t += 1
     s.light = False
     if s.phase == FIRST:
-        walk(s, action, HALL)
+        move(s, action, HALL)
         if not s.has_key and is_cell(s.key_cell, s.row, s.column):
             s.has_key = s.light = True
         if s.t == FIRST_STEPS:
-            enter(s, GARDEN, GATE[0], GATE[1])
+            start_phase(s, GARDEN, GATE[0], GATE[1])
         return 0.0, False
     if s.phase == GARDEN:
-        reward = stroll(s, action)
+        reward = garden_step(s, action)
         if s.t == s.length:
-            enter(s, LAST, START[0], START[1])
+            start_phase(s, LAST, START[0], START[1])
         return reward, False
     reward = 0.0
-    row, column = ahead(s, action)
-    if not is_cell(DOOR, row, column) or s.has_key or s.success:  # a door once opened stays open
-        walk(s, action, VAULT)
+    row, column = next_cell(s, action)
+    if not is_cell(DOOR, row, column) or s.has_key or s.success:  # an opened door stays open
+        move(s, action, VAULT)
     if is_cell(DOOR, s.row, s.column) and s.has_key:
         s.has_key, s.success = False, True
         reward = FINAL_REWARD
@@ -87,13 +87,13 @@ def key_to_door_step(s, action):
 
 
 @compiled
-def key_to_door_turn(s, action):
-    """A move, or the next episode where the last one has ended."""
+def key_to_door_autoreset_step(s, action):
+    """One step, or the reset to the next episode if the last step ended one (NEXT_STEP autoreset)."""
     if s.ended:
         s.ended = False
         s.episode += 1
-        key_to_door_draw(s)
-        key_to_door_place(s)
+        key_to_door_sample(s)
+        key_to_door_initialize(s)
         return 0.0, False
     reward, done = key_to_door_step(s, action)
     s.ended = done
@@ -102,11 +102,11 @@ def key_to_door_turn(s, action):
 
 @compiled
 def key_to_door_colour(s, row, column):
-    """Of a cell, on the board or off it."""
+    """The colour of a cell, on the board or outside it."""
     if s.phase == GARDEN:
         return garden_colour(s, row, column)
     if s.phase == LAST and is_cell(DOOR, row, column):
-        return DOOR_COLOUR  # hides whoever stands in it
+        return DOOR_COLOUR  # hides the player in the doorway
     if row == s.row and column == s.column:
         return PLAYER
     if s.phase == LAST:
@@ -126,21 +126,21 @@ def key_to_door_observe(s, obs):
 
 
 @compiled
-def key_to_door_advance(state, action, obs, reward, done):
+def key_to_door_step_all(state, action, obs, reward, done):
     for i in range(len(state)):
-        reward[i], done[i] = key_to_door_turn(state[i], action[i])
+        reward[i], done[i] = key_to_door_autoreset_step(state[i], action[i])
         key_to_door_observe(state[i], obs[i])
 
 
 class KeyToDoorEnv(CompiledEnv):
-    """15 steps to find a key; `length` steps among apples; 10 steps to a door that opens, and pays, only with it."""
+    """15 steps to find a key; `length` steps among apples; 10 steps to a door that pays if the key was taken."""
 
     hidden = {"key_cell": (2,), "start_cell": (2,), "apple_cells": (grid.APPLES, 2)}
     oracle_return = FINAL_REWARD
-    draw_hidden = staticmethod(key_to_door_draw)
-    place = staticmethod(key_to_door_place)
+    sample_hidden = staticmethod(key_to_door_sample)
+    initialize = staticmethod(key_to_door_initialize)
     observe = staticmethod(key_to_door_observe)
-    advance = staticmethod(key_to_door_advance)
+    step_all = staticmethod(key_to_door_step_all)
 
     def __init__(
         self, num_envs: int = 1, length: int = 60, oracle: bool = False, render_mode: str | None = None
@@ -155,5 +155,5 @@ class KeyToDoorEnv(CompiledEnv):
         else:
             grid.check_cells(name, values, KEY_CELLS if name == "key_cell" else START_CELLS)
 
-    def _picture(self, slot: int) -> NDArray[np.uint8]:
-        return grid.picture(key_to_door_colour, self.state[slot])
+    def _render_slot(self, slot: int) -> NDArray[np.uint8]:
+        return grid.render_board(key_to_door_colour, self.state[slot])

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from bestiary.config.extras import MissingExtra, available, require
 from bestiary.config.suggestions import did_you_mean
-from bestiary.envs.env_batch import EnvBatch, Raw
+from bestiary.envs.env_batch import EnvBatch, VectorStep
 from bestiary.envs.gym import Gym, GymEnvBatch
 from bestiary.errors import UserError
 from bestiary.seeding import derive
@@ -63,16 +63,16 @@ class EnvpoolEnvBatch(EnvBatch):
         self._ended = np.zeros(num_envs, bool)
         self._owed = np.zeros(num_envs)
 
-    def _start(self) -> Raw:
+    def _start(self) -> VectorStep:
         import envpool
 
         self.pool = envpool.make(ID, "gymnasium", **self.options)  # seeds are given once: only a new pool starts anew
         obs, _ = self.pool.reset()
         none = np.zeros(self.num_envs, bool)
         self._ended, self._owed = none, np.zeros(self.num_envs)
-        return Raw(obs, np.zeros(self.num_envs), none, none, ~none)
+        return VectorStep(obs, np.zeros(self.num_envs), none, none, ~none)
 
-    def _advance(self, action: NDArray[np.int64]) -> Raw:
+    def _advance(self, action: NDArray[np.int64]) -> VectorStep:
         is_first = self._ended
         obs, reward, terminated, truncated, _ = self.pool.step(action)
         self._ended = terminated | truncated
@@ -81,7 +81,7 @@ class EnvpoolEnvBatch(EnvBatch):
         if self.sparse:
             self._owed = np.where(is_first, 0.0, self._owed + reward)
             reward = np.where(self._ended, self._owed, 0.0)
-        return Raw(obs, reward, terminated, truncated & ~terminated, is_first)
+        return VectorStep(obs, reward, terminated, truncated & ~terminated, is_first)
 
     def close(self) -> None:
         self.pool = None  # its threads end with it

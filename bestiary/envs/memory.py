@@ -1,4 +1,4 @@
-"""The memory tasks as settings. Their rules are compiled, and loaded only when one of them is made."""
+"""Settings of the memory tasks of Ni et al. (2023). Their compiled rules are imported when an environment is made."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -25,14 +25,14 @@ def check_colours(colours: str) -> None:
 
 @dataclass(frozen=True)
 class TMaze:
-    """A cue at the start of a corridor (or a step to its left: active) says where to turn at its end."""
+    """T-Maze (Bakker 2001): a cue at the start of a corridor tells which way to turn at its end."""
 
     length: int = 50
-    """of the corridor: how many steps the cue must be remembered"""
+    """corridor length in steps, which is how long the cue must be remembered (Ni et al. 2023: 50 to 1500)"""
     active: bool = False
-    """the cue is shown only to those who go and look"""
+    """active T-Maze: the cue lies one step to the left of the start, and the agent must go there to see it"""
     oracle: bool = False
-    """show the goal in every row: what an agent without memory then reaches is what memory could"""
+    """show the goal at every step; an agent without memory then reaches what a perfect memory could"""
 
     def __post_init__(self) -> None:
         check_length("T-Maze", self.length)
@@ -50,14 +50,14 @@ class TMaze:
 
 @dataclass(frozen=True)
 class VisualMatch:
-    """A colour is shown, apples distract, then the door of that colour pays."""
+    """Passive Visual Match (Hung et al. 2019): remember a colour past apples and enter its door."""
 
     length: int = 60
-    """steps among the apples: how long the colour must be remembered"""
+    """steps of the apple phase, which is how long the colour must be remembered (Ni et al. 2023: 60 to 1000)"""
     colours: Colours = "per_episode"
-    """when the doors get their colours: anew in every episode, once a run, or once a world (as published)"""
+    """when door colours are sampled: per_episode, per_run, or upstream (once per EnvBatch, as published)"""
     oracle: bool = False
-    """show the colour in every row: what an agent without memory then reaches is what memory could"""
+    """show the colour at every step; an agent without memory then reaches what a perfect memory could"""
 
     def __post_init__(self) -> None:
         check_length("Visual Match", self.length)
@@ -77,12 +77,12 @@ class VisualMatch:
 
 @dataclass(frozen=True)
 class KeyToDoor:
-    """Take a key now, for a door that comes after the apples."""
+    """Key-to-Door (Hung et al. 2019): a key taken in the first phase opens a door after the apple phase."""
 
     length: int = 60
-    """steps among the apples: how far the key is from what it earns"""
+    """steps of the apple phase, which is the delay between the key and its reward (Ni et al. 2023: 60 to 500)"""
     oracle: bool = False
-    """show in every row whether the key is held"""
+    """show at every step whether the agent holds the key"""
 
     def __post_init__(self) -> None:
         check_length("Key-to-Door", self.length)

@@ -1,4 +1,4 @@
-"""The smallest memory task: a cue is shown once and asked for later."""
+"""Recall: the smallest memory task. A cue is shown at the first step and must be repeated after a delay."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +14,10 @@ from bestiary.errors import UserError
 
 
 class RecallEnv(BatchedEnv):
-    """Row 0 shows one of `cues`; `delay` rows later a flag asks for it. Only that answer earns: 1 or 0.
+    """Step 0 shows one of `cues`; `delay` steps later a flag asks for it. The reward is 1 for the right answer, else 0.
 
-    An agent without memory scores 1/cues. (Do not feed it its previous action: repeating the answer
-    from the first row to the last would be a memory outside the network.)
+    An agent without memory scores 1/cues. (Do not feed the previous action to the network: an agent that repeats
+    the answer from the first step to the last has a memory outside its core.)
     """
 
     metadata = {**BatchedEnv.metadata, "render_modes": ["rgb_array"], "render_fps": 8}
@@ -33,14 +33,14 @@ class RecallEnv(BatchedEnv):
         self.t = np.zeros(num_envs, np.int64)
         super().__init__(num_envs, render_mode)
 
-    def _begin(self, mask: NDArray[np.bool_]) -> None:
-        self.cue = np.where(mask, self._draw(self.cues), self.cue)
+    def _reset_slots(self, mask: NDArray[np.bool_]) -> None:
+        self.cue = np.where(mask, self._random_int(self.cues), self.cue)
         self.t = np.where(mask, 0, self.t)
 
-    def _move(self, action: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_]]:
-        asked = self.t == self.delay
+    def _step(self, action: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_]]:
+        is_question = self.t == self.delay
         self.t = self.t + 1
-        return (asked & (action == self.cue)).astype(np.float64), asked, np.zeros_like(asked)
+        return (is_question & (action == self.cue)).astype(np.float64), is_question, np.zeros_like(is_question)
 
     def _observe(self) -> NDArray[np.float32]:
         obs = np.zeros((self.num_envs, self.cues + 1), np.float32)
@@ -48,32 +48,33 @@ class RecallEnv(BatchedEnv):
         obs[:, -1] = self.t == self.delay
         return obs
 
-    def _picture(self, slot: int) -> NDArray[np.uint8]:
-        """A lamp per cue, lit at the start; below it a mark for spectators, and a bar that fills until the question."""
+    def _render_slot(self, slot: int) -> NDArray[np.uint8]:
+        """One lamp per cue, lit at step 0; below it a mark for the viewer, and a progress bar of the delay."""
         t, cue, size = int(self.t[slot]), int(self.cue[slot]), max(8, min(80, 640 // self.cues))
-        picture = np.full((size + 100, size * self.cues, 3), 240, np.uint8)
+        image = np.full((size + 100, size * self.cues, 3), 240, np.uint8)
         gap = size // 8
         for k in range(self.cues):
             lit = k == cue and t == 0
-            picture[gap : size - gap, k * size + gap : (k + 1) * size - gap] = (228, 148, 109) if lit else 190
-        picture[size : size + 6, cue * size + gap : (cue + 1) * size - gap] = (0, 130, 60)
-        inner = picture[size + 40 : size + 70, gap:-gap]
+            image[gap : size - gap, k * size + gap : (k + 1) * size - gap] = (228, 148, 109) if lit else 190
+        image[size : size + 6, cue * size + gap : (cue + 1) * size - gap] = (0, 130, 60)
+        inner = image[size + 40 : size + 70, gap:-gap]
         inner[:] = 204
         full = (60, 90, 150) if t < self.delay else (150, 60, 160)
         inner[:, : inner.shape[1] * min(t, self.delay) // self.delay] = full
-        return picture
+        return image
 
 
 @dataclass(frozen=True)
 class Recall:
-    """A cue at the first step, asked for `delay` steps later; without memory: 1/cues."""
+    """Recall: a cue at the first step is asked for `delay` steps later; score without memory: 1/cues."""
 
     delay: int = 10
-    """steps between cue and question"""
+    """number of steps between the cue and the question (at least 1)"""
     cues: int = 4
+    """number of different cues, which is the number of actions (at least 2)"""
 
     def __post_init__(self) -> None:
-        RecallEnv(1, self.delay, self.cues)  # refuses what it cannot be
+        RecallEnv(1, self.delay, self.cues)  # its constructor checks the settings
 
     @property
     def references(self) -> References:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from bestiary.config.extras import require
 from bestiary.envs.atari import FRAMES_PER_SECOND, emulator
-from bestiary.envs.env_batch import EnvBatch, Raw
+from bestiary.envs.env_batch import EnvBatch, VectorStep
 from bestiary.envs.gym import Gym, GymEnvBatch
 from bestiary.envs.reward_components import (
     ComponentReward,
@@ -304,13 +304,13 @@ class RiverraidEnvBatch(GymEnvBatch):
         self.spec = self.spec._replace(name="Riverraid")
         self.life_loss = cfg.life_loss
 
-    def _advance(self, action: NDArray[np.int64]) -> Raw:
+    def _advance(self, action: NDArray[np.int64]) -> VectorStep:
         raw = super()._advance(action)
         if not self.life_loss:
             return raw
-        assert raw.lives is not None and self._lives is not None
-        lost = ~raw.is_first & (raw.lives < self._lives)
-        return raw._replace(terminal=raw.terminal | lost, truncated=raw.truncated & ~lost)
+        assert raw.lives is not None and self.stats.lives is not None
+        lost = ~raw.is_first & (raw.lives < self.stats.lives)
+        return raw._replace(terminated=raw.terminated | lost, truncated=raw.truncated & ~lost)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Passive Visual Match: remember a colour past a garden of apples (Hung et al. 2019; Ni et al. 2023)."""
+"""Passive Visual Match: remember a colour during a garden of apples (Hung et al. 2019; Ni et al. 2023)."""
 
 from itertools import permutations
 
@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bestiary.envs import grid
-from bestiary.envs.compiled import CompiledEnv, compiled, draw
+from bestiary.envs.compiled import CompiledEnv, compiled, random_int
 from bestiary.envs.grid import (
     BACKGROUND,
     FINAL_REWARD,
@@ -18,12 +18,12 @@ from bestiary.envs.grid import (
     VIEW,
     WALL,
     cells,
-    draw_apples,
-    enter,
     garden_colour,
-    hang_apples,
-    stroll,
-    walk,
+    garden_step,
+    move,
+    place_apples,
+    sample_apples,
+    start_phase,
     wall_colour,
 )
 from bestiary.envs.memory import check_colours, check_length
@@ -31,8 +31,8 @@ from bestiary.errors import UserError
 from bestiary.seeding import hash64
 
 FIRST_STEPS = LAST_STEPS = 15
-CELL = (2, 5)  # the player's in the first phase
-AROUND = np.array([(r, c) for r in (1, 2, 3) for c in (4, 5, 6) if (r, c) != CELL])
+START = (2, 5)  # the player's cell in the first phase
+AROUND = np.array([(r, c) for r in (1, 2, 3) for c in (4, 5, 6) if (r, c) != START])
 ROOM = cells((0, slice(None)), (slice(0, 5), 0), (slice(0, 5), 10), (4, slice(0, 4)), (4, slice(7, 11)),
              (5, 3), (5, 7), (6, slice(3, 8)))  # fmt: skip
 DOOR_ROW, DOOR_COLUMNS = 1, np.array([2, 5, 8])
@@ -47,27 +47,27 @@ FIELDS = [
 
 
 @compiled
-def visual_match_draw(s):
-    s.target = draw(s, 0, 3)
-    cue = draw(s, 1, 8)
+def visual_match_sample(s):
+    s.target = random_int(s, 0, 3)
+    cue = random_int(s, 1, 8)
     s.cue_cell[0], s.cue_cell[1] = AROUND[cue, 0], AROUND[cue, 1]
-    order = draw(s, 2, 6) if s.order == EACH_EPISODE else s.order
+    order = random_int(s, 2, 6) if s.order == EACH_EPISODE else s.order
     for door in range(3):
         for channel in range(3):
             s.door_colours[door, channel] = COLOURS[ORDERS[order, door], channel]
-    draw_apples(s, 3)
+    sample_apples(s, 3)
 
 
 @compiled
-def visual_match_place(s):
-    enter(s, FIRST, CELL[0], CELL[1])
-    hang_apples(s)
+def visual_match_initialize(s):
+    start_phase(s, FIRST, START[0], START[1])
+    place_apples(s)
     s.chosen = s.success = False
 
 
 @compiled
 def door(s, row, column):
-    """Which door is here; -1: none, or none any more."""
+    """Index of the door at this cell; -1: none, or a door was already chosen."""
     if row == DOOR_ROW and not s.chosen:
         for k in range(3):
             if column == DOOR_COLUMNS[k]:
@@ -77,34 +77,34 @@ def door(s, row, column):
 
 @compiled
 def visual_match_step(s, action):
-    """One move of one environment. A phase's last move already shows the next phase."""
+    """One step of one environment; returns (reward, done). The last step of a phase already shows the next phase."""
     s.t += 1
-    if s.phase == FIRST:  # walled in
+    if s.phase == FIRST:  # the player is walled in
         if s.t == FIRST_STEPS:
-            enter(s, GARDEN, GATE[0], GATE[1])
+            start_phase(s, GARDEN, GATE[0], GATE[1])
         return 0.0, False
     if s.phase == GARDEN:
-        reward = stroll(s, action)
+        reward = garden_step(s, action)
         if s.t == s.length:
-            enter(s, LAST, GATE[0], GATE[1])
+            start_phase(s, LAST, GATE[0], GATE[1])
         return reward, False
-    walk(s, action, ROOM)
+    move(s, action, ROOM)
     reward, chosen = 0.0, door(s, s.row, s.column)
     if chosen >= 0:
-        s.chosen = True  # the others vanish
+        s.chosen = True  # the doors disappear
         s.success = chosen == s.target
         reward = FINAL_REWARD if s.success else 0.0
     return reward, s.t == LAST_STEPS
 
 
 @compiled
-def visual_match_turn(s, action):
-    """A move, or the next episode where the last one has ended."""
+def visual_match_autoreset_step(s, action):
+    """One step, or the reset to the next episode if the last step ended one (NEXT_STEP autoreset)."""
     if s.ended:
         s.ended = False
         s.episode += 1
-        visual_match_draw(s)
-        visual_match_place(s)
+        visual_match_sample(s)
+        visual_match_initialize(s)
         return 0.0, False
     reward, done = visual_match_step(s, action)
     s.ended = done
@@ -118,7 +118,7 @@ def door_colour(s, k):
 
 @compiled
 def visual_match_colour(s, row, column):
-    """Of a cell, on the board or off it."""
+    """The colour of a cell, on the board or outside it."""
     if s.phase == GARDEN:
         return garden_colour(s, row, column)
     if row == s.row and column == s.column:
@@ -127,8 +127,8 @@ def visual_match_colour(s, row, column):
         if row == s.cue_cell[0] and column == s.cue_cell[1]:
             return door_colour(s, s.target)
         return WALL if abs(row - s.row) <= 1 and abs(column - s.column) <= 1 else BACKGROUND
-    here = door(s, row, column)
-    return door_colour(s, here) if here >= 0 else wall_colour(ROOM, row, column)
+    index = door(s, row, column)
+    return door_colour(s, index) if index >= 0 else wall_colour(ROOM, row, column)
 
 
 @compiled
@@ -142,25 +142,25 @@ def visual_match_observe(s, obs):
 
 
 @compiled
-def visual_match_advance(state, action, obs, reward, done):
+def visual_match_step_all(state, action, obs, reward, done):
     for i in range(len(state)):
-        reward[i], done[i] = visual_match_turn(state[i], action[i])
+        reward[i], done[i] = visual_match_autoreset_step(state[i], action[i])
         visual_match_observe(state[i], obs[i])
 
 
 class VisualMatchEnv(CompiledEnv):
-    """A colour beside the player for 15 steps; `length` steps among apples; 15 steps to enter the door of that colour.
+    """15 steps beside a colour; `length` steps among apples; 15 steps to enter the door of that colour.
 
-    `colours` says when the doors get theirs: `per_episode`; `per_run`, fixed by `colour_seed` (None: 0); or `upstream`,
-    fixed when the environment is made (None: by chance), for all of its slots.
+    `colours` says when the door colours are sampled: `per_episode`; `per_run`, from `colour_seed` (None: 0); or
+    `upstream`, from `colour_seed` when the environment is made (None: a random seed), for all of its slots.
     """
 
     hidden = {"target": (), "door_colours": (3, 3), "cue_cell": (2,), "apple_cells": (grid.APPLES, 2)}
     oracle_return = FINAL_REWARD
-    draw_hidden = staticmethod(visual_match_draw)
-    place = staticmethod(visual_match_place)
+    sample_hidden = staticmethod(visual_match_sample)
+    initialize = staticmethod(visual_match_initialize)
     observe = staticmethod(visual_match_observe)
-    advance = staticmethod(visual_match_advance)
+    step_all = staticmethod(visual_match_step_all)
 
     def __init__(
         self,
@@ -196,5 +196,5 @@ class VisualMatchEnv(CompiledEnv):
                 "reset option door_colours must hold three different colours, from the left door to the right"
             )
 
-    def _picture(self, slot: int) -> NDArray[np.uint8]:
-        return grid.picture(visual_match_colour, self.state[slot])
+    def _render_slot(self, slot: int) -> NDArray[np.uint8]:
+        return grid.render_board(visual_match_colour, self.state[slot])

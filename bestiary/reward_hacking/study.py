@@ -23,7 +23,7 @@ from bestiary.config.experiment import Experiment
 from bestiary.config.extras import require
 from bestiary.config.schema import encode, kebab
 from bestiary.envs.base import advice, for_evaluation
-from bestiary.envs.env_batch import EnvBatch, Raw
+from bestiary.envs.env_batch import EnvBatch, VectorStep
 from bestiary.envs.reward_components import file_name, format_reward, weighted_sum
 from bestiary.envs.riverraid import ACTIONS as BUTTONS
 from bestiary.envs.riverraid import Riverraid, reward_weights
@@ -235,7 +235,7 @@ class Notes:
         self.parts: list[NDArray[Any]] = []
         env_batch.listener = self
 
-    def __call__(self, action: NDArray[np.int64], raw: Raw) -> None:
+    def __call__(self, action: NDArray[np.int64], raw: VectorStep) -> None:
         assert raw.components is not None
         self.quota -= raw.is_first
         heeded = (self.quota > 0) & ~raw.is_first
@@ -393,11 +393,11 @@ def pictures_at(
 ) -> dict[int, NDArray[np.uint8]]:
     """The same game once more, with an eye on some of its moves."""
     env_batch = env_batch_of(job, 1, 1)
-    env_batch.watch()
+    env_batch.start_rendering()
     found: dict[int, NDArray[np.uint8]] = {}
     seen = itertools.count()
 
-    def look(action: NDArray[np.int64], raw: Raw) -> None:
+    def look(action: NDArray[np.int64], raw: VectorStep) -> None:
         move = next(seen)
         if move in moves:
             found[move] = env_batch.render(0)

@@ -135,7 +135,7 @@ class LocalRuntime:
     def _metrics(self, means: MetricMeans) -> dict[str, float]:
         """Metrics of a Progress; empty if there was no update."""
         learner = means.take()
-        return learner | self.replay.metrics() | self.env_batch.tally() if learner else {}
+        return learner | self.replay.metrics() | self.env_batch.component_means() if learner else {}
 
     def _add(self, trajectory: Trajectory) -> None:
         length, streams = trajectory.action.shape  # the last time step is the next trajectory's first

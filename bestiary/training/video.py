@@ -232,7 +232,7 @@ def film(
     try:
         if threads is None:  # nobody has chosen yet
             set_threads(None, env_batch.spec)
-        natural = env_batch.watch()
+        natural = env_batch.start_rendering()
         with torch.random.fork_rng(devices=[]):  # a new network draws from the stream that training draws from
             agent = build_agent(experiment, env_batch.spec, weights, device, command)
         agent = EpsilonGreedyAgent(agent, epsilon, env_batch.spec.num_actions) if epsilon else agent
@@ -252,7 +252,7 @@ def check(env: EnvConfig, seed: int) -> None:
     check_extra()
     env_batch = env.make(1, seed, EVAL, 1)
     try:
-        env_batch.watch()
+        env_batch.start_rendering()
         env_batch.reset()
         env_batch.render(0)
     finally:

@@ -102,7 +102,7 @@ class ActorWorker:
         length, streams = trajectory.action.shape
         packed = pack(trajectory)
         seconds = time.perf_counter() - started
-        return RolloutResult((length - 1) * streams, episodes, self.env_batch.tally(), seconds), packed
+        return RolloutResult((length - 1) * streams, episodes, self.env_batch.component_means(), seconds), packed
 
     def explorer_state(self) -> Snapshot:
         return self.explorer.state_dict()

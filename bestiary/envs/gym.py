@@ -133,9 +133,7 @@ def flat_step(result: tuple[Any, ...], count: int) -> tuple[Any, ...]:
 def run_worker(pipe: Connection, parent_end: Connection, env_fns: Sequence[EnvFn]) -> None:
     """Main loop of a worker process: it answers reset and step requests for its environments until the pipe closes."""
     parent_end.close()  # this is a copy; while it is open, the exit of the parent process would go unnoticed
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # the parent handles Ctrl-C and still needs this worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and still needs this worker
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     env = SyncVectorEnv(env_fns, autoreset_mode=AutoresetMode.NEXT_STEP)
     while True:

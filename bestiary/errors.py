@@ -1,12 +1,12 @@
-"""Two kinds of failure: a user's, told in one sentence, and ours, told with a traceback."""
+"""Errors that are shown to the user as one sentence, and errors that are shown with a traceback."""
 
 
 class UserError(ValueError):
-    """Something a user can mend. The message says what is wrong and what would be right."""
+    """An error that the user can correct. The message says what is wrong and what would be right."""
 
 
-class Lost(Exception):
-    """A process without which a run cannot go on is gone; the run can be continued from its last checkpoint."""
+class ProcessLost(Exception):
+    """A process that the run needs has ended. The run can be resumed from its last checkpoint."""
 
 
-LOST = 75  # exit code that says so: "try again", in sysexits.h
+EX_TEMPFAIL = 75  # exit code after `ProcessLost`: "temporary failure, try again" in sysexits.h

@@ -21,7 +21,7 @@ import bestiary
 from bestiary.algos import Impala
 from bestiary.config.experiment import Experiment
 from bestiary.config.extras import available
-from bestiary.errors import Lost, UserError
+from bestiary.errors import ProcessLost, UserError
 from bestiary.runtime import Local, Ray
 from bestiary.types import Progress
 
@@ -346,7 +346,7 @@ def test_a_node_that_dies_with_one_of_two_learners_costs_no_more_than_the_last_c
     e = replace(e, runtime=replace(e.runtime, address=cluster.address), algo=replace(e.algo, batch_size=4))
     struck = False
     try:
-        with pytest.raises(Lost, match="lost"):
+        with pytest.raises(ProcessLost, match="lost"):
             for progress in bestiary.iterate(e, tmp_path / "run"):
                 if not struck and progress.updates > 20:
                     kill_session(second.pid)

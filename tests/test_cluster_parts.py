@@ -454,10 +454,10 @@ def test_calls_dropped_with_their_shard_do_not_cost_the_next_shard(monkeypatch):
 
 
 def test_a_restart_continues_from_the_last_checkpoint(monkeypatch, tmp_path):
-    from bestiary.errors import LOST
+    from bestiary.errors import EX_TEMPFAIL
     from bestiary.runtime.ray import supervisor
 
-    started, codes = [], iter([LOST, LOST, 0])
+    started, codes = [], iter([EX_TEMPFAIL, EX_TEMPFAIL, 0])
 
     def start(command: list[str], **_: Any) -> Any:
         started.append(command[3:])
@@ -472,7 +472,7 @@ def test_a_learner_that_waits_for_a_silent_shard_has_time_to_report_it(monkeypat
     """The learner waits for a shard as long as the timeout, so the driver must wait longer for the learner."""
     import time
 
-    from bestiary.errors import Lost
+    from bestiary.errors import ProcessLost
     from bestiary.runtime.ray.pools import Task
 
     driver, _ = driver_without_cluster(monkeypatch, actors=1)
@@ -480,5 +480,5 @@ def test_a_learner_that_waits_for_a_silent_shard_has_time_to_report_it(monkeypat
     driver.tasks = {object(): Task("learn", 0, time.monotonic() - 1.9 * timeout)}
     driver._check_timeouts()
     driver.tasks = {object(): Task("learn", 0, time.monotonic() - 2.1 * timeout)}
-    with pytest.raises(Lost, match="the learner did not answer within"):
+    with pytest.raises(ProcessLost, match="the learner did not answer within"):
         driver._check_timeouts()

@@ -22,7 +22,7 @@ from bestiary.nets import Net
 from bestiary.presets import preset
 from bestiary.runtime import Local
 from bestiary.seeding import EVAL, TRAIN
-from bestiary.training.display import Lines
+from bestiary.training.display import PlainDisplay
 from bestiary.training.evaluation import human_normalised, reference_scores
 from bestiary.types import TimeStep
 
@@ -168,7 +168,7 @@ def test_success_stands_beside_what_is_possible_with_and_without_memory(tmp_path
         frames=1_000,
         evaluation=Evaluation(episodes=8),
     )
-    run = bestiary.train(experiment, tmp_path / "run", Lines())
+    run = bestiary.train(experiment, tmp_path / "run", PlainDisplay())
     assert ", success " in (last := capsys.readouterr().out.splitlines()[-1])
     assert last.endswith("(score: optimal 1.0, without memory 0.5)")
     result = bestiary.evaluate(run, 40, threads=1)

@@ -321,13 +321,13 @@ def test_all_components_are_logged_whatever_is_paid(tmp_path: Path):
         rows = read_csv(run / "metrics.csv")
         assert len(rows) >= 4
         for name in NAMES:
-            assert all(row[f"per_{what}_{name}"] for row in rows for what in ("step", "game", "life"))
+            assert all(row[f"per_{what}_{name}"] for row in rows for what in ("step", "episode", "life"))
         weights = parse_reward(reward, dict.fromkeys(NAMES), NAMED)
         for row in rows:
-            games = {name: float(row[f"per_game_{name}"]) for name in NAMES}
+            games = {name: float(row[f"per_episode_{name}"]) for name in NAMES}
             assert float(row["score"]) == pytest.approx(weighted_sum(weights, games), abs=1e-6)
         (evaluation,) = read_csv(run / "evaluations.csv")
-        assert {f"per_game_{name}" for name in NAMES} < evaluation.keys()
+        assert {f"per_episode_{name}" for name in NAMES} < evaluation.keys()
         assert all("moved=" in row["components"] for row in read_csv(run / "episodes.csv"))
 
 
@@ -416,7 +416,9 @@ def test_the_commands_of_the_page_train(example: Path):
         assert float(row["per_step_main_engine"]) + float(row["per_step_side_engine"]) < 1
         assert float(row["per_step_tilt"]) > 0
         (evaluation,) = read_csv(run / "evaluations.csv")
-        game = {name: float(evaluation[f"per_game_{name}"]) for name in ("score", "main_engine", "side_engine", "tilt")}
+        game = {
+            name: float(evaluation[f"per_episode_{name}"]) for name in ("score", "main_engine", "side_engine", "tilt")
+        }
         reward = next((word for word in words if "*" in word), "-tilt")
         assert float(evaluation["score"]) == pytest.approx(weighted_sum(parse_reward(reward, game), game), rel=1e-5)
 

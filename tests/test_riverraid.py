@@ -839,16 +839,16 @@ def test_every_component_is_logged_per_step_life_and_game_whatever_is_paid(run: 
     assert len(rows) >= 3
     for name in NAMES:
         assert all(row[f"per_step_{name}"] for row in rows)
-        assert any(row[f"per_game_{name}"] and row[f"per_life_{name}"] for row in rows)
+        assert any(row[f"per_episode_{name}"] and row[f"per_life_{name}"] for row in rows)
     assert {float(row["per_step_survival"]) for row in rows} == {1.0}
     assert sum(float(row["per_step_score"]) for row in rows) > 0
     weights = reward_weights(run.reward)
     for row in rows:
-        if row["per_game_score"]:
-            game, life = ({name: float(row[f"per_{what}_{name}"]) for name in NAMES} for what in ("game", "life"))
+        if row["per_episode_score"]:
+            game, life = ({name: float(row[f"per_{what}_{name}"]) for name in NAMES} for what in ("episode", "life"))
             assert float(row["score"]) == pytest.approx(weighted_sum(weights, game))
             assert float(row["life_return"]) == pytest.approx(weighted_sum(weights, life))
-            assert float(row["game_steps"]) == pytest.approx(game["survival"])
+            assert float(row["episode_length"]) == pytest.approx(game["survival"])
 
 
 def test_every_game_is_on_record_with_its_components(run: SimpleNamespace):
@@ -863,8 +863,8 @@ def test_every_game_is_on_record_with_its_components(run: SimpleNamespace):
 
 def test_evaluations_are_on_record_with_their_components(run: SimpleNamespace):
     (row,) = read_csv(run.path / "evaluations.csv")
-    parts = {name: float(row[f"per_game_{name}"]) for name in NAMES}
-    assert parts["survival"] == float(row["game_steps"])
+    parts = {name: float(row[f"per_episode_{name}"]) for name in NAMES}
+    assert parts["survival"] == float(row["episode_length"])
     assert float(row["score"]) == pytest.approx(weighted_sum(reward_weights(run.reward), parts))
 
 

@@ -25,7 +25,7 @@ from bestiary.presets import preset
 from bestiary.runtime import Local, Overlap, evaluation
 from bestiary.runtime.start import start
 from bestiary.training import checkpoint
-from bestiary.training.display import Lines, NullDisplay
+from bestiary.training.display import NullDisplay, PlainDisplay
 from bestiary.training.run import Run
 from bestiary.training.session import Session
 from bestiary.types import Episode
@@ -238,10 +238,10 @@ class Notes(NullDisplay):
         self.notes: list[str] = []
         self.told: list[tuple[int, str]] = []
 
-    def note(self, text):
+    def activity(self, text):
         self.notes.append(text)
 
-    def evaluated(self, frames, games):
+    def evaluation(self, frames, episodes):
         self.told.append((frames, threading.current_thread().name))
 
 
@@ -276,9 +276,9 @@ def test_an_evaluation_beside_training_is_of_the_weights_it_began_with(tmp_path,
     play_slowly(monkeypatch, lambda: go.acquire(blocking=False) or session.runtime.frames >= BESIDE.frames)
     session = Session(BESIDE, tmp_path / "beside", screen := Notes())
     for progress in session:
-        if session.beside is not None and progress.frames >= session.beside.frames + 200:
+        if session.background is not None and progress.frames >= session.background.frames + 200:
             go.release()
-            assert wait_for(lambda: not session.beside.running)
+            assert wait_for(lambda: not session.background.running)
     assert rows(session.run, "evaluations.csv") == rows(waited, "evaluations.csv")
     assert len(screen.told) > 4
     assert {name for _, name in screen.told} == {threading.current_thread().name}
@@ -297,9 +297,9 @@ def test_what_is_due_while_the_last_still_plays_is_left_out_and_the_end_waits_fo
     frames = [int(r["frames"]) for r in rows(session.run, "evaluations.csv")]
     assert frames == [frames[0], session.runtime.frames] == [f for f, _ in screen.told]
     assert 500 <= frames[0] < 600
-    left_out = [text for text in screen.notes if "left out" in text]
+    left_out = [text for text in screen.notes if "skipped" in text]
     assert len(left_out) >= 4
-    assert left_out[0].endswith(f"left out: the one at {frames[0]} still plays")
+    assert left_out[0].endswith(f"skipped: the one at {frames[0]} is still running")
     assert session.finished
 
 
@@ -307,7 +307,7 @@ def test_stopping_breaks_off_an_evaluation_beside_training_and_a_resume_makes_up
     play_slowly(monkeypatch, lambda: False)
     session = Session(BESIDE, tmp_path / "run", NullDisplay(), lambda: session.runtime.frames > 900)
     for _ in session:
-        begun = session.beside is not None
+        begun = session.background is not None
     assert begun and not evaluating() and not session.finished
     assert rows(session.run, "evaluations.csv") == []
     monkeypatch.undo()
@@ -334,8 +334,8 @@ def test_stopping_while_the_end_waits_for_an_evaluation_does_not_hang(tmp_path, 
 def test_leaving_the_loop_keeps_an_evaluation_that_was_played_to_its_end(tmp_path):
     session = Session(BESIDE, tmp_path / "run", NullDisplay())
     for _ in session:
-        if session.beside is not None:
-            assert wait_for(lambda: not session.beside.running)
+        if session.background is not None:
+            assert wait_for(lambda: not session.background.running)
             break
     gc.collect()
     assert [int(r["frames"]) for r in rows(session.run, "evaluations.csv")] == [session.runtime.frames]
@@ -525,7 +525,7 @@ def test_a_run_begins_with_what_another_has_learnt(algo, runtime, tmp_path):
 def test_a_beginning_that_does_not_fit_is_refused_before_anything_is_written(tmp_path):
     first = bestiary.train(tiny(frames=1_000), tmp_path / "first")
     for match, wrong in {
-        "trained by impala: begin with a run of dqn": tiny(
+        "trained by impala: name a run that was trained by dqn": tiny(
             init=str(first.path), algo=family("algo")["dqn"](**OFF_POLICY)
         ),
         "another network than this experiment's": tiny(init=str(first.path), core=Lstm(hidden=9)),
@@ -543,7 +543,7 @@ def test_what_was_played_is_saved_with_the_latest_checkpoint_if_asked_or_if_it_i
     run = bestiary.train(tiny(algo=algo, checkpoint=often, frames=2_000), tmp_path / "run")
     files = [(path / "replay.pt").exists() for path in run.saved()]
     assert files == [False, False, kept is not False]
-    longer = Session(tiny(algo=algo, checkpoint=often, frames=3_000), run.path, Lines())
+    longer = Session(tiny(algo=algo, checkpoint=often, frames=3_000), run.path, PlainDisplay())
     replay: Any = longer.runtime.replay
     told = capsys.readouterr().out
     if kept is False:

@@ -462,7 +462,7 @@ def test_training_survives_a_film_that_fails(tmp_path):
     notes = []
 
     class Noting(NullDisplay):
-        def note(self, text):
+        def activity(self, text):
             notes.append(text)
 
     (tmp_path / "r").mkdir()

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 from bestiary.config.suggestions import did_you_mean
-from bestiary.errors import LOST, Lost, UserError
+from bestiary.errors import EX_TEMPFAIL, ProcessLost, UserError
 
 HELP = """\
 Reinforcement learning with memory: every algorithm, every memory, every environment.
@@ -62,9 +62,9 @@ def main(argv: list[str] | None = None) -> int:
         return command(rest)
     except UserError as e:  # what a user can mend, in one sentence; anything else keeps its traceback
         return fail(str(e))
-    except Lost as e:
+    except ProcessLost as e:
         fail(str(e))
-        return LOST
+        return EX_TEMPFAIL
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # who read our output has seen enough: `bestiary list | head`

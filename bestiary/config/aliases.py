@@ -33,6 +33,10 @@ VALUES: dict[str, dict[str, dict[str, str]]] = {}
 METRICS: dict[str, str] = {
     "asked": "desired_return",
     "asked_steps": "desired_horizon",
+    "games": "episodes",
+    "game_frames": "episode_frames",
+    "game_steps": "episode_length",
+    "per_game_": "per_episode_",
     "trusted_kl": "reference_kl",
 }
 
@@ -43,6 +47,13 @@ WEIGHTS: dict[str, str] = {}
 # entry of trainer.pt, or of replay.pt under "replay", by its dotted path: old path -> new last part. Lists add nothing
 # to the path.
 SNAPSHOTS: dict[str, str] = {
+    "filmed_at": "video_at",
+    "games": "episodes",
+    "interval.games": "components",
+    "interval.life_parts": "life_components",
+    "interval.lives": "life_returns",
+    "recent": "recent_scores",
+    "row_at": "logged_at",
     "runtime.actor.asked": "episode_info",
 }
 

@@ -1,8 +1,9 @@
-"""What a person sees while it trains: a live table on a terminal, plain lines elsewhere."""
+"""Progress of a training run for people: a live table on a terminal, plain lines in a file or pipe."""
 
 import math
 import sys
 import time
+from itertools import zip_longest
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,33 +21,43 @@ if TYPE_CHECKING:
     from bestiary.training.run import Run
 
 
-class View(NamedTuple):
+class TrainingStatus(NamedTuple):
+    """The state of a training run that a display shows."""
+
     frames: int
     steps: int
     updates: int
-    games: int
+    episodes: int
     seconds: float
-    recent: list[float]  # scores of the last 100 games
+    recent_scores: list[float]  # of the last 100 episodes
     metrics: dict[str, float]
 
 
-class NullDisplay:
-    """Shows nothing; the base of those that do."""
+class Display:
+    """The interface of all displays. Its methods do nothing, so that a display implements only what it shows."""
 
     def start(self, experiment: "Experiment", run: "Run", frames: int) -> None: ...
-    def update(self, view: View) -> None: ...
-    def note(self, text: str) -> None: ...
-    def tell(self, text: str) -> None: ...
-    def warn(self, text: str) -> None: ...
-    def evaluated(self, frames: int, games: list[Episode]) -> None: ...
+    def update(self, status: TrainingStatus) -> None: ...
 
-    def __enter__(self) -> "NullDisplay":
+    def activity(self, text: str) -> None:
+        """Show what the session does at the moment."""
+        ...
+
+    def info(self, text: str) -> None:
+        """Show a message that stays visible."""
+        ...
+
+    def warning(self, text: str) -> None: ...
+    def evaluation(self, frames: int, episodes: list[Episode]) -> None: ...
+
+    def __enter__(self) -> "Display":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None: ...
 
 
-Screen = NullDisplay
+class NullDisplay(Display):
+    """Shows nothing."""
 
 
 def count(n: float) -> str:
@@ -58,28 +69,30 @@ def count(n: float) -> str:
 
 
 def duration(seconds: float) -> str:
+    """4210.5 -> 1:10:10"""
     minutes, s = divmod(int(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
 
 
-def score(recent: list[float]) -> str:
+def score_text(recent: list[float]) -> str:
+    """Mean and standard deviation of the latest scores of training."""
     if not recent:
         return "-"
-    return f"{np.mean(recent):.2f} ± {np.std(recent):.2f} (last {len(recent)} games)"
+    return f"{np.mean(recent):.2f} ± {np.std(recent):.2f} (last {len(recent)} episodes)"
 
 
-def spread(games: list[Episode], known: References | None) -> str:
-    """Score and success of an evaluation, and between what they lie."""
-    scores = [e.score for e in games]
-    successes = [e.success for e in games if e.success is not None]
-    text = f"{np.mean(scores):.2f} ± {np.std(scores):.2f} ({len(games)} games)"
+def evaluation_text(episodes: list[Episode], known: References | None) -> str:
+    """Mean and standard deviation of an evaluation's scores, the success rate, and reference scores."""
+    scores = [e.score for e in episodes]
+    successes = [e.success for e in episodes if e.success is not None]
+    text = f"{np.mean(scores):.2f} ± {np.std(scores):.2f} ({len(episodes)} episodes)"
     text += f", success {np.mean(successes):.2f}" if successes else ""
     return text + (f"  ({known})" if known else "")
 
 
-class _Pace(NullDisplay):
-    """Frames per second over the last few updates, and the time left at that pace."""
+class _SpeedDisplay(Display):
+    """A display that measures frames per second over its last refreshes and estimates the remaining time."""
 
     every = 0.5  # seconds between refreshes
 
@@ -88,108 +101,107 @@ class _Pace(NullDisplay):
         self.parts = " + ".join(kebab(type(p)) for p in (experiment.algo, experiment.core, experiment.env))
         self.references = references(experiment.env)
         self.run = run
-        self.marks = [(time.monotonic(), frames)]
-        self.shown = 0.0
+        self.history = [(time.monotonic(), frames)]
+        self.refreshed = 0.0
         self.metrics: dict[str, float] = {}
 
-    def update(self, view: View) -> None:
-        self.metrics = view.metrics or self.metrics
+    def update(self, status: TrainingStatus) -> None:
+        self.metrics = status.metrics or self.metrics
         now = time.monotonic()
-        if now - self.shown < self.every and view.frames < self.budget:
+        if now - self.refreshed < self.every and status.frames < self.budget:
             return
-        self.shown = now
-        self.marks = [*self.marks[-40:], (now, view.frames)]
-        (then, before) = self.marks[0]
-        lr_schedule = (view.frames - before) / max(now - then, 1e-9)
-        left = duration((self.budget - view.frames) / lr_schedule) if lr_schedule > 0 else "?"
-        self.show(view, lr_schedule, left)
+        self.refreshed = now
+        self.history = [*self.history[-40:], (now, status.frames)]
+        (then, frames) = self.history[0]
+        frames_per_second = (status.frames - frames) / max(now - then, 1e-9)
+        left = duration((self.budget - status.frames) / frames_per_second) if frames_per_second > 0 else "?"
+        self.show(status, frames_per_second, left)
 
-    def show(self, view: View, lr_schedule: float, left: str) -> None: ...
+    def show(self, status: TrainingStatus, frames_per_second: float, time_left: str) -> None: ...
 
 
-class Lines(_Pace):
-    """One line every few seconds: for logs, pipes and batch systems."""
+class PlainDisplay(_SpeedDisplay):
+    """Prints one line every few seconds: for logs, pipes and batch systems."""
 
     every = 5.0
 
     def start(self, experiment: "Experiment", run: "Run", frames: int) -> None:
         super().start(experiment, run, frames)
-        self.say(f"{self.parts} -> {run.path}" + (f" (continues at {count(frames)} frames)" if frames else ""))
+        self.print(f"{self.parts} -> {run.path}" + (f" (continues at {count(frames)} frames)" if frames else ""))
 
-    def show(self, view: View, lr_schedule: float, left: str) -> None:
+    def show(self, status: TrainingStatus, frames_per_second: float, time_left: str) -> None:
         loss = self.metrics.get("loss", math.nan)
-        self.say(
-            f"{min(100, 100 * view.frames / self.budget):5.1f}%  frames {count(view.frames)}  {count(lr_schedule)}/s  "
-            f"games {view.games}  score {score(view.recent)}  loss {loss:.4g}  "
-            f"lag {self.metrics.get('policy_lag', 0):.1f}  left {left}"
+        self.print(
+            f"{min(100, 100 * status.frames / self.budget):5.1f}%  frames {count(status.frames)}  "
+            f"{count(frames_per_second)}/s  episodes {status.episodes}  score {score_text(status.recent_scores)}  "
+            f"loss {loss:.4g}  lag {self.metrics.get('policy_lag', 0):.1f}  left {time_left}"
         )
 
-    def note(self, text: str) -> None:
-        self.say(text)
+    def activity(self, text: str) -> None:
+        self.print(text)
 
-    def tell(self, text: str) -> None:
-        self.say(text)
+    def info(self, text: str) -> None:
+        self.print(text)
 
-    def warn(self, text: str) -> None:
-        self.say(f"warning: {text}")
+    def warning(self, text: str) -> None:
+        self.print(f"warning: {text}")
 
-    def evaluated(self, frames: int, games: list[Episode]) -> None:
-        self.say(f"evaluation at {count(frames)} frames: {spread(games, self.references)}")
+    def evaluation(self, frames: int, episodes: list[Episode]) -> None:
+        self.print(f"evaluation at {count(frames)} frames: {evaluation_text(episodes, self.references)}")
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         print(text, flush=True)
 
 
-class Dashboard(_Pace):
-    """One screen, refreshed twice a second."""
+class Dashboard(_SpeedDisplay):
+    """A table on a terminal, refreshed twice a second."""
 
     def __init__(self, console: Console) -> None:
         self.live = Live(console=console, refresh_per_second=4, transient=False)
-        self.shown_last = (View(0, 0, 0, 0, 0.0, [], {}), 0.0, "?")
-        self.last_note = ""
+        self.last_shown = (TrainingStatus(0, 0, 0, 0, 0.0, [], {}), 0.0, "?")
+        self.last_activity = ""
         self.last_evaluation = "-"
 
-    def show(self, view: View, lr_schedule: float, left: str) -> None:
-        self.shown_last = (view, lr_schedule, left)
+    def show(self, status: TrainingStatus, frames_per_second: float, time_left: str) -> None:
+        self.last_shown = (status, frames_per_second, time_left)
         title = f"{self.parts}   [dim]{self.run.path}[/dim]"
         table = Table(title=title, title_justify="left", box=None, show_header=False)
         table.add_column(style="bold cyan", min_width=12)
         table.add_column(min_width=44)
         table.add_column(style="bold cyan", min_width=12)
         table.add_column(min_width=14)
-        share = min(1.0, view.frames / self.budget)
-        bar = "█" * round(24 * share) + "░" * (24 - round(24 * share))
-        learner = [(k.replace("_", " "), f"{v:.4g}") for k, v in self.metrics.items()]
-        rows = [
-            ("progress", f"{bar} {100 * share:.1f}%"),
-            ("frames", f"{count(view.frames)} of {count(self.budget)}  ({count(view.steps)} steps)"),
-            ("speed", f"{count(lr_schedule)} frames/s"),
-            ("time", f"{duration(view.seconds)} spent, {left} left"),
-            ("updates", count(view.updates)),
-            ("games", count(view.games)),
-            ("score", score(view.recent)),
+        done = min(1.0, status.frames / self.budget)
+        bar = "█" * round(24 * done) + "░" * (24 - round(24 * done))
+        left = [
+            ("progress", f"{bar} {100 * done:.1f}%"),
+            ("frames", f"{count(status.frames)} of {count(self.budget)}  ({count(status.steps)} steps)"),
+            ("speed", f"{count(frames_per_second)} frames/s"),
+            ("time", f"{duration(status.seconds)} spent, {time_left} left"),
+            ("updates", count(status.updates)),
+            ("episodes", count(status.episodes)),
+            ("score", score_text(status.recent_scores)),
             ("evaluation", self.last_evaluation),
-            ("", f"[dim]{self.last_note}[/dim]"),
+            ("", f"[dim]{self.last_activity}[/dim]"),
         ]
-        for i in range(max(len(rows), len(learner))):
-            left_pair = rows[i] if i < len(rows) else ("", "")
-            table.add_row(*left_pair, *(learner[i] if i < len(learner) else ("", "")))
+        right = [(k.replace("_", " "), f"{v:.4g}") for k, v in self.metrics.items()]
+        for a, b in zip_longest(left, right, fillvalue=("", "")):
+            table.add_row(*a, *b)
         self.live.update(table)
 
-    def note(self, text: str) -> None:
-        self.last_note = text
-        self.show(*self.shown_last)
+    def activity(self, text: str) -> None:
+        self.last_activity = text
+        self.show(*self.last_shown)
 
-    def tell(self, text: str) -> None:
-        """Above the screen, where it stays."""
+    def info(self, text: str) -> None:
+        """Print above the table, where the text stays."""
         self.live.console.print(text, markup=False, soft_wrap=True)
 
-    def warn(self, text: str) -> None:
-        self.tell(f"warning: {text}")
+    def warning(self, text: str) -> None:
+        self.info(f"warning: {text}")
 
-    def evaluated(self, frames: int, games: list[Episode]) -> None:
-        self.last_evaluation = f"{spread(games, self.references)} at {count(frames)} frames"
-        self.note("")
+    def evaluation(self, frames: int, episodes: list[Episode]) -> None:
+        self.last_evaluation = f"{evaluation_text(episodes, self.references)} at {count(frames)} frames"
+        self.activity("")
 
     def __enter__(self) -> "Dashboard":
         self.live.__enter__()
@@ -199,5 +211,6 @@ class Dashboard(_Pace):
         self.live.__exit__(kind, e, tb)
 
 
-def choose_screen() -> Screen:
-    return Dashboard(Console()) if sys.stdout.isatty() else Lines()
+def choose_display() -> Display:
+    """A dashboard on a terminal, plain lines otherwise."""
+    return Dashboard(Console()) if sys.stdout.isatty() else PlainDisplay()

@@ -1,4 +1,4 @@
-"""Numbers on disk: CSV is the truth, TensorBoard and wandb are views of it. Curves continue across resumes."""
+"""Logs of a run: CSV files, with TensorBoard and Weights & Biases as optional copies. A resumed run continues them."""
 
 import csv
 import math
@@ -27,7 +27,7 @@ def read_table(path: Path) -> tuple[list[str], list[list[str]]]:
 
 
 class Table:
-    """A CSV file with one fixed set of columns. Continuing it drops the rows beyond a frame count."""
+    """A CSV file with a fixed set of columns. Without `keep_frames` it begins anew; with it, later rows are dropped."""
 
     def __init__(self, path: Path, columns: list[str] | None = None, keep_frames: int | None = None) -> None:
         self.path = path
@@ -50,7 +50,7 @@ class Table:
         if self.columns is None:
             self.columns = list(row)
             csv.DictWriter(self.file, self.columns).writeheader()
-        # the columns of the first row stay: a run continued elsewhere may have others to offer
+        # the columns of the first row stay, although a run that is resumed with another runtime may offer others
         csv.DictWriter(self.file, self.columns, restval="", extrasaction="ignore").writerow(row)
         self.file.flush()
 
@@ -65,15 +65,15 @@ def _frames(row: dict[str, str]) -> float:
         return math.inf  # a row cut short by a crash
 
 
-EPISODE_COLUMNS = ["frames", "slot", "score", "steps", "game_frames", "lives", "life_returns", "truncated", "success"]
-EPISODE_COLUMNS += ["components"]  # of the whole game: name=value|...
+EPISODE_COLUMNS = ["frames", "slot", "score", "steps", "episode_frames", "lives", "life_returns", "truncated"]
+EPISODE_COLUMNS += ["success", "components"]  # components: reward components of the episode, as name=value|...
 
 
 class Recorder:
-    """Writes metrics, episodes and evaluations of one run."""
+    """Writes the metrics, episodes, evaluations and events of one run."""
 
     def __init__(self, path: Path, cfg: Logs, frames: int | None, settings: dict[str, Any]) -> None:
-        """`frames` is where a resumed run continues; None starts anew."""
+        """`frames`: where a resumed run continues; None: a new run."""
         self.path = path
         self.metrics = Table(path / "metrics.csv", keep_frames=frames)
         self.episodes = Table(path / "episodes.csv", EPISODE_COLUMNS, keep_frames=frames)
@@ -87,7 +87,7 @@ class Recorder:
         if cfg.wandb:
             import wandb  # type: ignore[import-not-found]
 
-            # one of many seeds is known by the directory around it
+            # the directory of one seed of many is named after the seed alone
             name = f"{path.parent.name}-{path.name}" if path.name.startswith("seed") else path.name
             self.wandb = wandb.init(
                 project=cfg.wandb_project, id=name, name=name, resume="allow", config=settings, dir=str(path)
@@ -96,25 +96,25 @@ class Recorder:
 
     def row(self, frames: int, values: dict[str, float]) -> None:
         self.metrics.write({"frames": frames, **{k: _short(v) for k, v in values.items()}})
-        self._views(frames, "train", values)
+        self._copy(frames, "train", values)
 
     def episode(self, frames: int, e: Episode) -> None:
         lives = "|".join(f"{x:g}" for x in e.lives)
         success = "" if e.success is None else int(e.success)
-        parts = "|".join(f"{name}={_short(value)}" for name, value in e.components.items())
-        row = (frames, e.slot, repr(e.score), e.steps, e.frames, len(e.lives), lives, int(e.truncated), success, parts)
-        self.episodes.write(dict(zip(EPISODE_COLUMNS, row, strict=True)))
+        components = "|".join(f"{name}={_short(value)}" for name, value in e.components.items())
+        row = (frames, e.slot, repr(e.score), e.steps, e.frames, len(e.lives), lives, int(e.truncated), success)
+        self.episodes.write(dict(zip(EPISODE_COLUMNS, (*row, components), strict=True)))
 
     def event(self, frames: int, text: str) -> None:
-        """What happened that is not a number: kept with its time, also beyond a resume."""
+        """Append a line with date and frames to events.txt. A resume keeps all lines."""
         with (self.path / "events.txt").open("a") as file:
             file.write(f"{datetime.now().isoformat(timespec='seconds')}  {frames} frames  {text}\n")
 
     def evaluation(self, frames: int, values: dict[str, float]) -> None:
         self.evaluations.write({"frames": frames, **{k: _short(v) for k, v in values.items()}})
-        self._views(frames, "eval", values)
+        self._copy(frames, "eval", values)
 
-    def _views(self, frames: int, group: str, values: dict[str, float]) -> None:
+    def _copy(self, frames: int, group: str, values: dict[str, float]) -> None:
         finite = {k: v for k, v in values.items() if math.isfinite(v)}
         if self.tensorboard is not None:
             for name, value in finite.items():
@@ -138,5 +138,5 @@ class Recorder:
 
 
 def _short(value: float) -> str:
-    """Nine digits hold a float32 exactly; nothing where there is nothing to say."""
+    """Nine digits, which hold a float32 exactly; empty for NaN."""
     return "" if isinstance(value, float) and math.isnan(value) else f"{value:.9g}"

@@ -247,7 +247,7 @@ def film(
         env_batch.close()
 
 
-def check(env: EnvConfig, seed: int) -> None:
+def check_video(env: EnvConfig, seed: int) -> None:
     """Refuse what cannot be filmed, before anything is trained."""
     check_extra()
     env_batch = env.make(1, seed, EVAL, 1)

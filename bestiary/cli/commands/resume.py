@@ -11,7 +11,7 @@ from bestiary.cli.parse import parse
 from bestiary.config.plugins import load_plugins, plugin_args
 from bestiary.config.schema import Count
 from bestiary.runtime.ray.supervisor import supervise
-from bestiary.training.display import Lines, choose_screen
+from bestiary.training.display import PlainDisplay, choose_display
 from bestiary.training.run import Run
 
 
@@ -42,6 +42,6 @@ def main(args: list[str]) -> int:
         plain = ["--plain"] if chosen.plain else []
         again = ["resume", str(run.path), *longer, *plain, *plugin_args()]  # from the last, whichever was named first
         return supervise(["resume", *args, *plugin_args()], run.path, restarts, again)
-    screen = Lines() if chosen.plain else choose_screen()
+    display = PlainDisplay() if chosen.plain else choose_display()
     # stopped before its first checkpoint: from the beginning
-    return run_session(experiment, run.path, screen, (chosen.checkpoint or "last") if begun else None)
+    return run_session(experiment, run.path, display, (chosen.checkpoint or "last") if begun else None)

@@ -16,7 +16,7 @@ from bestiary.launch.executor import choose_executor
 from bestiary.presets import PRESETS, preset
 from bestiary.runtime import Ray
 from bestiary.runtime.ray.supervisor import is_supervised, supervise
-from bestiary.training.display import Lines, Screen, choose_screen
+from bestiary.training.display import Display, PlainDisplay, choose_display
 from bestiary.training.run import Run, new_path
 from bestiary.training.session import Session
 
@@ -57,7 +57,7 @@ def main(args: list[str]) -> int:
     if restarts := restarts_of(chosen.experiment):
         named = [] if chosen.run else ["--run", str(path)]
         return supervise(["train", *args, *named, *plugin_args()], path, restarts)
-    return run_session(chosen.experiment, path, Lines() if chosen.plain else choose_screen())
+    return run_session(chosen.experiment, path, PlainDisplay() if chosen.plain else choose_display())
 
 
 def read(args: list[str]) -> Train:
@@ -92,9 +92,9 @@ class Signals:
         return self.received != 0
 
 
-def run_session(experiment: Experiment, path: Path, screen: Screen, checkpoint: str | None = None) -> int:
+def run_session(experiment: Experiment, path: Path, display: Display, checkpoint: str | None = None) -> int:
     stop = Signals()
-    session = Session(experiment, path, screen, stop, checkpoint)
+    session = Session(experiment, path, display, stop, checkpoint)
     if session.runtime.frames >= experiment.frames:
         print(f"{path} has already seen its {experiment.frames} frames; give --frames to go further")
     for _ in session:

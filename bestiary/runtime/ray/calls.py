@@ -5,13 +5,13 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from bestiary.errors import Lost, UserError
+from bestiary.errors import ProcessLost, UserError
 from bestiary.runtime.collective import PeerLost
 from bestiary.runtime.ray.faults import START_TIMEOUT, original_error, summary
 
 
 class EssentialCalls:
-    """Waits for results of essential workers; raises `Lost`, from then on every time, when one of them is lost."""
+    """Waits for results of essential workers. When one is lost, this and every later call raises `ProcessLost`."""
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
@@ -20,7 +20,7 @@ class EssentialCalls:
     def get(self, refs: list[Any], min_timeout: float = 0.0) -> list[Any]:
         timeout = max(self.timeout, min_timeout)
         if self.failure_reason:
-            raise Lost(self.failure_reason)
+            raise ProcessLost(self.failure_reason)
         try:
             return ray.get(refs, timeout=timeout)
         except RayTaskError as e:
@@ -32,10 +32,10 @@ class EssentialCalls:
         except RayError as e:
             raise self.lost(f"the learner or the replay was lost ({summary(e)})") from e
 
-    def lost(self, reason: str) -> Lost:
+    def lost(self, reason: str) -> ProcessLost:
         """The error to raise; all later calls raise it too."""
         self.failure_reason = reason
-        return Lost(reason)
+        return ProcessLost(reason)
 
 
 class LearnerGroup:

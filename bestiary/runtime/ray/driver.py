@@ -2,7 +2,7 @@
 
 The driver handles references and small messages. Trajectories go directly from actors to replay shards, and batches
 from shards to learners. Lost actors, shards, inference servers and evaluators are replaced, and notes report it. A
-lost learner ends the driver with `Lost`; a new driver then continues from the last checkpoint.
+lost learner ends the driver with `ProcessLost`; a new driver then continues from the last checkpoint.
 """
 
 import time
@@ -17,7 +17,7 @@ from torch import Tensor
 from bestiary.config.experiment import Experiment
 from bestiary.config.machine import choose_device, versions
 from bestiary.config.plugins import plugin_files
-from bestiary.errors import Lost
+from bestiary.errors import ProcessLost
 from bestiary.runtime import Ray
 from bestiary.runtime.ray.calls import EssentialCalls, LearnerGroup, start_all
 from bestiary.runtime.ray.cluster import check_nodes, connect, disconnect, version_mismatch
@@ -314,7 +314,7 @@ class RayRuntime:
         self.notes.append(f"replay shard {number} was lost with its contents; an empty one replaces it")
         try:
             self.shards.replace(number)
-        except Lost as e:
+        except ProcessLost as e:
             raise self.calls.lost(str(e)) from None
         self.learners.assign(self.shards.handles)
         for slot in self.actors.slots:

@@ -7,7 +7,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from bestiary.config.compat import ray_actor_id
-from bestiary.errors import Lost, UserError
+from bestiary.errors import ProcessLost, UserError
 from bestiary.runtime import Ray
 from bestiary.runtime.ray.factory import WorkerFactory
 from bestiary.runtime.ray.faults import MAX_FAILURES, START_TIMEOUT, original_error
@@ -103,7 +103,7 @@ class ShardPool:
                 raise original_error(e) from None
             except RayError:
                 break
-        raise Lost(f"replay shard {number} was lost and could not be replaced")
+        raise ProcessLost(f"replay shard {number} was lost and could not be replaced")
 
 
 class ActorPool:

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 from types import FrameType
 
-from bestiary.errors import LOST
+from bestiary.errors import EX_TEMPFAIL
 
 SUPERVISED = "BESTIARY_SUPERVISED"  # file descriptor that closes when the supervisor dies
 
@@ -59,12 +59,12 @@ def supervise(args: list[str], path: Path, restarts: int, restart_args: list[str
             os.close(child_end)
             code = child.wait()
             os.close(own_end)
-            if received or (code >= 0 and code != LOST):
+            if received or (code >= 0 and code != EX_TEMPFAIL):
                 return code if code >= 0 else 128 - code
-            reason = "lost the learner" if code == LOST else f"was ended by {signal.Signals(-code).name}"
+            reason = "lost the learner" if code == EX_TEMPFAIL else f"was ended by {signal.Signals(-code).name}"
             if restarts == 0:
                 print(f"bestiary: {path} {reason}; continue with: bestiary resume {path}", file=sys.stderr, flush=True)
-                return LOST
+                return EX_TEMPFAIL
             restarts -= 1
             args = restart_args or args
             left = f"{restarts} more restart{'s' * (restarts != 1)}"

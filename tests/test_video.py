@@ -369,7 +369,7 @@ def test_a_missing_extra_is_named(run, monkeypatch):
         monkeypatch.setattr(
             extras.importlib.util, "find_spec", lambda name, m=missing: None if name == m else find(name)
         )
-        for film_it in (lambda: bestiary.video(run), lambda: video.check(Catch(), 0)):
+        for film_it in (lambda: bestiary.video(run), lambda: video.check_video(Catch(), 0)):
             with pytest.raises(MissingExtra, match=r'pip install "bestiary\[video\]"'):
                 film_it()
 

@@ -224,7 +224,7 @@ def test_the_doctor_names_versions_and_how_to_get_what_is_missing():
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_explains_its_settings(name, capsys):
     with pytest.raises(SystemExit) as stop:  # in this process: there are many
-        main.main(["train", name, "--help"])
+        main(["train", name, "--help"])
     assert stop.value.code == 0
     assert "--algo.unroll" in capsys.readouterr().out
 

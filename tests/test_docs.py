@@ -9,7 +9,7 @@ import pytest
 from bestiary.bench import BENCHMARKS
 from bestiary.cli.commands.detect import Settings as Detect
 from bestiary.cli.commands.eval import Eval
-from bestiary.cli.commands.plot import Settings as Plot
+from bestiary.cli.commands.plot import PlotSettings
 from bestiary.cli.commands.resume import Resume
 from bestiary.cli.commands.study import Settings as Study
 from bestiary.cli.commands.train import read
@@ -57,7 +57,7 @@ def test_a_command_in_a_document_is_understood(page, line):
     elif verb == "resume" and rest:
         parse(Resume, rest, "bestiary resume")
     elif verb == "plot" and rest:
-        parse(Plot, rest, "bestiary plot")
+        parse(PlotSettings, rest, "bestiary plot")
     elif verb == "study" and rest:
         parse(Study, check_parts(rest[1:]), "bestiary study", Study(preset(rest[0])))
     elif verb == "detect" and rest:

@@ -1,4 +1,4 @@
-"""What `bestiary launch` writes, read back as its readers would: sbatch and bash, kubectl and KubeRay."""
+"""The files of `bestiary launch`, read as their readers do: sbatch and bash, kubectl and KubeRay."""
 
 import dataclasses
 import os
@@ -33,37 +33,37 @@ def documents(cfg: K8s, words: list[str] = TRAIN) -> tuple[dict, dict]:
 # -- the command -----------------------------------------------------------------------------------------------------
 
 
-def test_a_command_gets_a_run_to_go_on_with_and_the_address_of_its_cluster():
+def test_a_command_gets_a_run_directory_and_the_address_of_its_cluster():
     text = script(Slurm(), TRAIN)
     assert (
         "command=(bestiary train pong runtime:ray --runtime.actors 16 --run runs/pong --runtime.address auto)" in text
     )
-    assert re.search(r"^# --run was not given.* runs/pong\.$", text, re.M)
+    assert re.search(r"^# --run runs/pong was added: .*$", text, re.M)
     assert "--run runs/x --runtime.address" in script(Slurm(name="x"), TRAIN)
 
 
-def test_what_a_command_says_of_run_and_address_is_left_alone():
+def test_run_and_address_of_a_command_are_kept():
     words = [*TRAIN, "--run=/scratch/a b", "--runtime.address", "10.0.0.1:6379"]
     text = script(Slurm(), words)
     assert f"command=({shlex.join(['bestiary', *words])})" in text
-    assert "was not given" not in text
+    assert "was added" not in text
 
 
 @pytest.mark.parametrize("verb", ["train", "sweep", "study"])
-@pytest.mark.parametrize("said", [["runtime:ray"], ["--executor", "ray"], ["--executor=ray"]])
-def test_every_command_that_trains_and_every_way_to_name_the_runtime_will_do(verb, said):
-    assert f"bestiary {verb} riverraid" in script(Slurm(), [verb, "riverraid", *said])
+@pytest.mark.parametrize("runtime", [["runtime:ray"], ["--executor", "ray"], ["--executor=ray"]])
+def test_every_command_that_trains_can_be_launched(verb, runtime):
+    assert f"bestiary {verb} riverraid" in script(Slurm(), [verb, "riverraid", *runtime])
 
 
 # -- Slurm -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_slurm_is_asked_for_is_what_was_said():
+def test_settings_become_directives_of_slurm():
     cfg = Slurm(
         nodes=4, cpus=16, gpus=2, memory="64G", time="2-12:00:00", partition="long", account="lab", output="o-%j"
     )
-    said = directives(script(cfg, TRAIN))
-    assert said == {
+    found = directives(script(cfg, TRAIN))
+    assert found == {
         "job-name": "pong",
         "nodes": "4",
         "ntasks-per-node": "1",
@@ -83,7 +83,7 @@ def test_what_slurm_is_asked_for_is_what_was_said():
     assert plain.keys().isdisjoint({"gpus-per-node", "mem", "partition", "account", "exclusive"})
 
 
-def test_slurm_reads_its_lines_before_the_first_command():
+def test_directives_come_before_the_first_command():
     lines = script(Slurm(setup="module load cuda"), TRAIN).splitlines()
     assert lines[0] == "#!/bin/bash"
     first = next(n for n, line in enumerate(lines) if line and not line.startswith("#"))
@@ -93,9 +93,9 @@ def test_slurm_reads_its_lines_before_the_first_command():
 
 HOSTILE = ["$(touch bad)", "`touch bad`", "a'b", 'c"d', "; touch bad", "@PORT@ @NAME@", "two\nlines", "~", "*", "é", ""]
 
-# Stand-ins write down how they were called. srun's plays two nodes, one after the other; ray's runs what follows two
-# dashes if it is the head, and dies of SIGTERM as the real one; bestiary's saves when it is told to stop.
-STANDINS = {
+# Fake programs that log their arguments. srun acts as two nodes, one after the other. ray runs the command after `--`
+# if it is the head, and is killed by SIGTERM as the real one is. bestiary saves on SIGTERM.
+FAKES = {
     "scontrol": """
         echo "$*" >>scontrol.log
         case "$1 $2" in
@@ -127,14 +127,14 @@ STANDINS = {
 }
 
 
-class Cluster:
-    """A directory to submit from, with stand-ins for what Slurm and Ray would bring."""
+class FakeCluster:
+    """A directory to submit from, with fake programs in place of those of Slurm and Ray."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.bin = path / "bin"
         self.bin.mkdir()
-        for name, body in STANDINS.items():
+        for name, body in FAKES.items():
             (self.bin / name).write_text(f"#!/bin/bash\n{body}\n")
             (self.bin / name).chmod(0o755)
 
@@ -155,8 +155,8 @@ class Cluster:
 
     def run(self, text: str, nodes: int = 2) -> int:
         process = self.start(text, nodes)
-        said, _ = process.communicate(timeout=30)
-        print(said)
+        output, _ = process.communicate(timeout=30)
+        print(output)
         return process.returncode
 
     def wait_for(self, name: str) -> None:
@@ -165,7 +165,7 @@ class Cluster:
             assert time.monotonic() < end, f"there is no {name}"
             time.sleep(0.02)
 
-    def say(self, name: str, text: str = "") -> None:
+    def write(self, name: str, text: str = "") -> None:
         (self.path / name).write_text(text)
 
     def read(self, name: str) -> str:
@@ -174,17 +174,17 @@ class Cluster:
     def requeued(self) -> bool:
         return "requeue 7" in self.read("scontrol.log").splitlines()
 
-    def left(self) -> list[str]:
+    def shared_files(self) -> list[str]:
         return [path.name for path in (self.path / "runs").iterdir()]
 
 
 @pytest.fixture
-def cluster(tmp_path) -> Cluster:
-    return Cluster(tmp_path)
+def cluster(tmp_path) -> FakeCluster:
+    return FakeCluster(tmp_path)
 
 
 def test_the_command_reaches_the_first_node_word_for_word(cluster):
-    cluster.say("code", "0")
+    cluster.write("code", "0")
     words = [*TRAIN, *HOSTILE, "--run", "runs/a b"]
     assert cluster.run(script(Slurm(), words)) == 0
     assert cluster.read("bestiary.log").split("\0")[:-1] == [*words, "--runtime.address", "auto"]
@@ -193,34 +193,38 @@ def test_the_command_reaches_the_first_node_word_for_word(cluster):
 
 
 def test_ray_is_started_on_every_node_and_the_first_is_the_head(cluster):
-    cluster.say("code", "0")
+    cluster.write("code", "0")
     assert cluster.run(script(Slurm(nodes=2, cpus=16, port=7000), TRAIN)) == 0
-    asked = cluster.read("srun.log").splitlines()
-    assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=16"} <= set(asked)
+    options = cluster.read("srun.log").splitlines()
+    assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=16"} <= set(options)
     head, worker = (cluster.read(f"{name}.log").splitlines() for name in ("head", "worker"))
     assert worker[:5] == ["symmetric-run", "--address", "node7:7000", "--min-nodes", "2"]
     assert {"--num-cpus=16", "--num-gpus=0"} <= set(worker[: worker.index("--")])
-    assert head == [head[0], "--include-dashboard=false", *worker[1:]]  # which `ray start` takes for a head only
+    assert head == [
+        head[0],
+        "--include-dashboard=false",
+        *worker[1:],
+    ]  # an option that `ray start` accepts for a head only
 
 
-def test_a_cluster_that_does_not_start_is_a_failure_whatever_symmetric_run_says(cluster):
-    cluster.say("broken")
+def test_a_cluster_that_does_not_start_is_a_failure(cluster):
+    cluster.write("broken")
     assert cluster.run(script(Slurm(), TRAIN)) == 1
     assert not cluster.requeued()
 
 
-def test_a_job_of_one_node_listens_on_that_node_alone(cluster):
-    cluster.say("code", "0")
+def test_a_job_of_one_node_listens_on_loopback_only(cluster):
+    cluster.write("code", "0")
     assert cluster.run(script(Slurm(nodes=1), TRAIN), nodes=1) == 0
     assert "127.0.0.1:6379" in cluster.read("head.log").splitlines()
 
 
-def test_the_token_is_new_for_every_start_and_nobody_elses_to_read(cluster):
-    cluster.say("code", "0")
+def test_the_token_is_new_for_every_start_and_private(cluster):
+    cluster.write("code", "0")
     for _ in range(2):
         assert cluster.run(script(Slurm(), TRAIN)) == 0
         assert cluster.read("mode.log") == "600\n"
-        assert cluster.left() == []
+        assert cluster.shared_files() == []
     env = dict(line.split("=", 1) for line in cluster.read("env.log").splitlines())
     assert env["RAY_AUTH_MODE"] == "token"
     assert Path(env["RAY_AUTH_TOKEN_PATH"]).parent == cluster.path / "runs"
@@ -229,10 +233,8 @@ def test_the_token_is_new_for_every_start_and_nobody_elses_to_read(cluster):
     assert one != two and all(re.fullmatch("[0-9a-f]{64}", token) for token in (one, two))
 
 
-@pytest.mark.parametrize(("number", "again"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
-def test_a_warning_reaches_the_program_which_saves_and_only_a_cancelled_job_does_not_queue_again(
-    cluster, number, again
-):
+@pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
+def test_a_signal_reaches_the_program_and_only_a_warning_requeues(cluster, number, requeued):
     process = cluster.start(script(Slurm(), TRAIN))
     cluster.wait_for("ready")
     start = time.monotonic()
@@ -240,13 +242,13 @@ def test_a_warning_reaches_the_program_which_saves_and_only_a_cancelled_job_does
     process.communicate(timeout=20)
     assert time.monotonic() - start < 5
     assert cluster.read("saved") == "saved\n"
-    assert process.returncode == 143  # what the program says, not what srun does
-    assert cluster.requeued() == again
-    assert cluster.left() == []
+    assert process.returncode == 143  # the exit code of the program, not that of srun
+    assert cluster.requeued() == requeued
+    assert cluster.shared_files() == []
 
 
-def test_a_signal_said_twice_does_not_cut_the_saving_short(cluster):
-    cluster.say("slowly")
+def test_a_second_signal_does_not_interrupt_saving(cluster):
+    cluster.write("slowly")
     process = cluster.start(script(Slurm(), TRAIN))
     cluster.wait_for("ready")
     process.send_signal(signal.SIGUSR1)
@@ -256,32 +258,32 @@ def test_a_signal_said_twice_does_not_cut_the_saving_short(cluster):
     assert process.returncode == 143 and cluster.read("saved") == "saved\n"
 
 
-def test_a_job_that_is_warned_before_the_nodes_have_joined_ends_at_once_and_queues_again(cluster):
-    cluster.say("slow")
+def test_a_job_warned_before_the_nodes_joined_ends_and_is_requeued(cluster):
+    cluster.write("slow")
     process = cluster.start(script(Slurm(), TRAIN))
     cluster.wait_for("waiting")
     process.send_signal(signal.SIGUSR1)
     process.communicate(timeout=20)
-    assert process.returncode == 137  # srun kills what it runs
+    assert process.returncode == 137  # srun kills its tasks
     assert cluster.requeued()
 
 
-def test_a_job_that_fails_early_leaves_no_token_behind(cluster):
-    cluster.say("nameless")
+def test_a_job_that_fails_early_removes_its_token(cluster):
+    cluster.write("nameless")
     assert cluster.run(script(Slurm(), TRAIN)) == 1
     assert not (cluster.path / "srun.log").exists()
-    assert cluster.left() == []
+    assert cluster.shared_files() == []
 
 
 @pytest.mark.parametrize(
-    ("code", "preempted", "again"), [(0, "", False), (2, "", False), (143, "", True), (9, "2026-11-18", True)]
+    ("code", "preempted", "requeued"), [(0, "", False), (2, "", False), (143, "", True), (9, "2026-11-18", True)]
 )
-def test_who_queues_again_was_stopped_and_neither_done_nor_failed(cluster, code, preempted, again):
-    cluster.say("code", str(code))
+def test_only_a_stopped_job_is_requeued(cluster, code, preempted, requeued):
+    cluster.write("code", str(code))
     if preempted:
-        cluster.say("preempted", preempted)
+        cluster.write("preempted", preempted)
     assert cluster.run(script(Slurm(), TRAIN)) == code
-    assert cluster.requeued() == again
+    assert cluster.requeued() == requeued
 
 
 # -- Kubernetes ------------------------------------------------------------------------------------------------------
@@ -309,7 +311,7 @@ def test_a_manifest_is_a_ray_job_with_the_command_in_a_file():
     ]
 
 
-def test_pods_get_what_was_said():
+def test_settings_become_resources_of_pods():
     cfg = K8s(
         "a:1", "c", 3, 2, 6, 8, "20Gi", 1, head_cpus=12, head_memory="40Gi", head_gpus=2, namespace="lab", retries=0
     )
@@ -319,12 +321,14 @@ def test_pods_get_what_was_said():
     cluster = job["spec"]["rayClusterSpec"]
     worker = cluster["workerGroupSpecs"][0]
     assert [worker[name] for name in ("replicas", "minReplicas", "maxReplicas")] == [3, 2, 6]
-    asked = [group["template"]["spec"]["containers"][0]["resources"] for group in (cluster["headGroupSpec"], worker)]
-    assert asked[0]["limits"] == asked[0]["requests"] == {"cpu": "12", "memory": "40Gi", "nvidia.com/gpu": "2"}
-    assert asked[1]["limits"] == asked[1]["requests"] == {"cpu": "8", "memory": "20Gi", "nvidia.com/gpu": "1"}
+    resources = [
+        group["template"]["spec"]["containers"][0]["resources"] for group in (cluster["headGroupSpec"], worker)
+    ]
+    assert resources[0]["limits"] == resources[0]["requests"] == {"cpu": "12", "memory": "40Gi", "nvidia.com/gpu": "2"}
+    assert resources[1]["limits"] == resources[1]["requests"] == {"cpu": "8", "memory": "20Gi", "nvidia.com/gpu": "1"}
 
 
-def test_workers_come_and_go_only_if_there_is_room_between_least_and_most():
+def test_the_autoscaler_is_on_if_there_is_room_for_more_workers():
     fixed = documents(POD)[1]["spec"]["rayClusterSpec"]
     assert "enableInTreeAutoscaling" not in fixed
     assert [fixed["workerGroupSpecs"][0][name] for name in ("minReplicas", "maxReplicas")] == [1, 1]
@@ -332,11 +336,11 @@ def test_workers_come_and_go_only_if_there_is_room_between_least_and_most():
 
 
 def files(tmp_path: Path, words: list[str]) -> Path:
-    """The files of a manifest where its head would see them, with paths of this machine."""
+    """The scripts of a manifest in a directory of this machine."""
     config, _ = documents(POD, words)
     for name, text in config["data"].items():
         (tmp_path / name).write_text(text.replace("/tmp/bestiary.pid", str(tmp_path / "pid")))
-    Cluster(tmp_path)
+    FakeCluster(tmp_path)
     return tmp_path
 
 
@@ -350,9 +354,9 @@ def test_the_command_of_a_manifest_is_kept_word_for_word(tmp_path):
     assert not (path / "bad").exists()
 
 
-def test_a_head_that_must_go_waits_until_the_program_has_saved(tmp_path):
+def test_a_deleted_head_waits_until_the_program_has_saved(tmp_path):
     path = files(tmp_path, TRAIN)
-    assert subprocess.run(["bash", "stop.sh"], cwd=path, check=False).returncode == 0  # nothing runs yet
+    assert subprocess.run(["bash", "stop.sh"], cwd=path, check=False).returncode == 0  # no command runs yet
     env = os.environ | {"PATH": f"{path / 'bin'}:{os.environ['PATH']}"}
     process = subprocess.Popen(["bash", "-c", "bash train.sh; echo $? >ended"], cwd=path, env=env)
     while not (path / "ready").exists():
@@ -376,9 +380,9 @@ IMAGE = ["--image", "a:1", "--claim", "c"]
     [
         (["slrum"], "did you mean slurm?"),
         (["slurm", "--nodes", "2"], "two dashes are missing"),
-        (["slurm", *TRAIN], "comes behind two dashes"),
+        (["slurm", *TRAIN], "comes after two dashes"),
         (["slurm", "--node", "2", "--", *TRAIN], "did you mean --nodes?"),
-        (["slurm", "--"], "there is nothing to launch"),
+        (["slurm", "--"], "the command is missing"),
         (["slurm", "--", "eval", "runs/x"], "launch runs train, sweep or study, not 'eval'"),
         (["slurm", "--", "train"], "there is no preset ''"),
         (["slurm", "--", "train", "pnog", "runtime:ray"], "did you mean pong?"),
@@ -389,7 +393,7 @@ IMAGE = ["--image", "a:1", "--claim", "c"]
         (["slurm", "--gpus", "-1", "--", *TRAIN], "gpus=-1 must be at least 0"),
         (["slurm", "--time", "1h", "--", *TRAIN], "time='1h' is not a time"),
         (["slurm", "--time", "00:02:00", "--", *TRAIN], "too short"),
-        (["slurm", "--memory", "lots", "--", *TRAIN], "write it like 64G"),
+        (["slurm", "--memory", "lots", "--", *TRAIN], "write it as 64G"),
         (["slurm", "--name", "my job", "--", *TRAIN], "name='my job' cannot be used"),
         (["slurm", "--partition", "a\n#SBATCH --wrap=x", "--", *TRAIN], "cannot be used"),
         (["slurm", "--output", "my file", "--", *TRAIN], "a path without spaces"),
@@ -406,7 +410,7 @@ IMAGE = ["--image", "a:1", "--claim", "c"]
         ),
         (["k8s", *IMAGE, "--name", "My_Job", "--", *TRAIN], "name='My_Job' cannot be used"),
         (["k8s", *IMAGE, "--name", "a" * 48, "--", *TRAIN], "at most 47"),
-        (["k8s", *IMAGE, "--memory", "8 GB", "--", *TRAIN], "write it like 16Gi"),
+        (["k8s", *IMAGE, "--memory", "8 GB", "--", *TRAIN], "write it as 16Gi"),
         (["k8s", *IMAGE, "--ray", "2.50.0", "--", *TRAIN], "ray=2.50.0 is too old"),
         (["k8s", "--image", "a b", "--claim", "c", "--", *TRAIN], "image='a b' cannot be used"),
         (["k8s", *IMAGE, "--", *TRAIN, "--run", "runs/x"], "not on the shared volume"),
@@ -421,12 +425,12 @@ def test_a_mistake_is_refused_in_one_sentence(args, words, capsys, tmp_path, mon
     assert list(tmp_path.iterdir()) == []
 
 
-def test_python_refuses_with_the_same_sentence():
+def test_python_raises_the_same_sentence():
     with pytest.raises(UserError, match="nodes=0 must be at least 1"):
         script(Slurm(nodes=0), TRAIN)
 
 
-def test_a_file_is_written_where_it_was_asked_for(tmp_path, capsys):
+def test_out_names_the_file_and_without_it_the_text_is_printed(tmp_path, capsys):
     assert main(["launch", "slurm", "--out", str(tmp_path / "job.sh"), "--", *TRAIN]) == 0
     assert (tmp_path / "job.sh").read_text() == script(Slurm(), TRAIN)
     assert f"sbatch {tmp_path / 'job.sh'}" in capsys.readouterr().out
@@ -434,12 +438,12 @@ def test_a_file_is_written_where_it_was_asked_for(tmp_path, capsys):
     assert capsys.readouterr().out == script(Slurm(), TRAIN)
 
 
-def test_a_plugin_behind_the_dashes_is_for_the_cluster(capsys):
+def test_a_plugin_after_the_dashes_is_part_of_the_command(capsys):
     assert main(["launch", "slurm", "--", *TRAIN, "--plugin", "mine.py"]) == 0
     assert "--plugin mine.py" in capsys.readouterr().out
 
 
-def test_help_lists_the_command_its_kinds_and_their_flags(capsys):
+def test_help_lists_the_clusters_and_their_flags(capsys):
     assert main(["--help"]) == 0
     assert "launch slurm|k8s" in capsys.readouterr().out
     assert main(["launch", "--help"]) == 0
@@ -450,7 +454,7 @@ def test_help_lists_the_command_its_kinds_and_their_flags(capsys):
         assert end.value.code == 0 and flag in capsys.readouterr().out
 
 
-def test_nothing_heavy_is_imported_to_write_a_file():
+def test_launch_imports_neither_torch_nor_ray():
     code = (
         f"import sys; from bestiary.cli.main import main; main(['launch', 'slurm', '--', *{TRAIN!r}]); "
         "print([m for m in ('torch', 'ray', 'gymnasium') if m in sys.modules])"

@@ -297,8 +297,8 @@ def test_every_mistake_is_answered_in_one_sentence(seeds, tmp_path):
     assert refusal(plot, []) == "name at least one run"
     for path in (tmp_path / "empty", tmp_path / "a.log", tmp_path / "nowhere"):
         assert refusal(plot, [path]) == f"{path} is not a run: it has no experiment.json"
-    assert refusal(plot, [fresh]) == f"{fresh} has no finished games yet"
-    assert refusal(plot, [*seeds, fresh]) == f"{fresh} has no finished games yet"
+    assert refusal(plot, [fresh]) == f"{fresh} has no finished episodes yet"
+    assert refusal(plot, [*seeds, fresh]) == f"{fresh} has no finished episodes yet"
     assert refusal(plot, seeds, "eval") == f"{seeds[0]} has no evaluations yet"
     assert refusal(plot, seeds, "rare") == f"{seeds[0]} has no rows in metrics.csv yet with rare"
     assert refusal(plot, seeds, "entropi") == f"{seeds[0]} has no 'entropi': did you mean entropy?"
@@ -320,7 +320,7 @@ def test_an_old_run_without_success_says_so(tmp_path):
 
 def test_the_tables_of_a_run_are_never_overwritten(seeds):
     before = (seeds[0] / "metrics.csv").read_text()
-    assert "is in the way" in refusal(plot, seeds, "entropy", out=seeds[0] / "metrics.png")
+    assert "was not written by plot" in refusal(plot, seeds, "entropy", out=seeds[0] / "metrics.png")
     assert (seeds[0] / "metrics.csv").read_text() == before
     assert not (seeds[0] / "metrics.png").exists()
 
@@ -339,7 +339,7 @@ def test_the_command_draws_into_the_current_directory(seeds, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout == "written to plot.png, plot.svg, plot.csv\n"
     line = "env=recall, core=ff, algo=impala"
-    assert done.stderr == f"note: the runs of {line!r} end between 10 and 20 frames; drawn to the first end\n"
+    assert done.stderr == f"note: the runs of {line!r} end between 10 and 20 frames; the line ends with the first\n"
     assert [(r["label"], r["frames"], r["mean"], r["seeds"]) for r in read_csv(tmp_path / "plot.csv")] == [
         ("mine", "10", "2.5", "2"),
         ("mine", "20", "4.5", "2"),

@@ -72,14 +72,14 @@ def test_a_run_that_was_broken_off_is_finished(short, tmp_path):
     Run.create(job.path, job.experiment)  # started, and stopped before anything was saved
     (job.path / "evaluations.csv").write_text("")
     assert not job.finished
-    assert reproduce.make([job], 1, lambda text: None, {job.kind: 1.0}) == []
+    assert reproduce.train_missing([job], 1, lambda text: None, {job.kind: 1.0}) == []
     assert job.finished
 
 
 def test_what_was_not_run_is_marked_so(short, tmp_path):
     jobs = reproduce.plan("memory-rl/fig3", "small", 1, ("ff",), tmp_path)
-    reproduce.make(jobs[:1], 1, lambda text: None, {jobs[0].kind: 1.0})
-    reproduce.picture(jobs, "memory-rl/fig3", tmp_path / "figure", "mean")
+    reproduce.train_missing(jobs[:1], 1, lambda text: None, {jobs[0].kind: 1.0})
+    reproduce.plot_figure(jobs, "memory-rl/fig3", tmp_path / "figure", "mean")
     told = {(r["task"], r["length"]): r["mean"] for r in read_csv(tmp_path / "figure.csv")}
     assert list(told.values()).count("not run") == 3
 
@@ -89,7 +89,7 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(short, tmp_path):
     broken = jobs[0]._replace(
         experiment=replace(jobs[0].experiment, runtime=replace(jobs[0].experiment.runtime, device="no"))
     )
-    problems = reproduce.make([broken, jobs[1]], 1, lambda text: None, {job.kind: 1.0 for job in jobs})
+    problems = reproduce.train_missing([broken, jobs[1]], 1, lambda text: None, {job.kind: 1.0 for job in jobs})
     assert len(problems) == 1 and broken.name in problems[0] and "device='no'" in problems[0]
     assert jobs[1].finished
 
@@ -99,8 +99,8 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(short, tmp_path):
     [
         (["memory-rl/fig4"], "there is no figure 'memory-rl/fig4': did you mean memory-rl/fig6"),
         (["memory-rl/fig3", "--seeds", "0"], "seeds=0 must be at least 1"),
-        (["memory-rl/fig3", "--cores", "lsmt"], "there is no memory 'lsmt' at this scale: did you mean lstm"),
-        (["memory-rl/fig3", "--scale", "paper", "--cores", "gru"], "there is no memory 'gru' at this scale"),
+        (["memory-rl/fig3", "--cores", "lsmt"], "there is no core 'lsmt' at this scale: did you mean lstm"),
+        (["memory-rl/fig3", "--scale", "paper", "--cores", "gru"], "there is no core 'gru' at this scale"),
         (["memory-rl/fig3", "--jobs", "0"], "jobs=0 must be at least 1"),
     ],
 )

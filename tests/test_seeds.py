@@ -16,6 +16,7 @@ from helpers import fake_run
 from helpers.fake_run import SECONDS_PER_EVALUATION, value
 from helpers.files import modification_times
 
+from bestiary.analysis.seed_runs import seed_runs
 from bestiary.cli.commands.eval import read as read_eval
 from bestiary.cli.commands.train import Signals
 from bestiary.cli.main import main
@@ -308,7 +309,7 @@ def test_a_directory_of_seeds_is_evaluated_as_one(story, capsys):
 def test_a_seed_that_was_never_trained_is_left_out_and_named(story, capsys, tmp_path):
     (tmp_path / "seed2").symlink_to(story / "seed0")
     Run.create(tmp_path / "seed10", Run(story / "seed0").experiment())
-    assert [path.name for path in seeds.find(tmp_path)] == ["seed2", "seed10"]
+    assert [path.name for path in seed_runs(tmp_path)] == ["seed2", "seed10"]
     assert main(["eval", str(tmp_path), "--episodes", "4", "--mode", "greedy"]) == 2
     said = capsys.readouterr()
     assert "seed10 is left out" in said.out and "seed2" in said.out

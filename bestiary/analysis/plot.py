@@ -1,4 +1,4 @@
-"""Learning curves as pictures, and the one style in which lines are drawn."""
+"""Figures of learning curves, and the style of lines that all figures share."""
 
 import csv
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,10 +11,10 @@ from bestiary.config.extras import require
 from bestiary.envs.base import references as known_references
 from bestiary.errors import UserError
 
-# Okabe and Ito's colours, which the colour-blind can tell apart; wine instead of yellow, which is faint on white
+# The palette of Okabe and Ito, which colour-blind readers can distinguish, with wine instead of the faint yellow
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255")
-STROKES = ("-", "-.", ":")  # dashes are for references
-FEW = 20  # points that deserve a mark each
+STROKES = ("-", "-.", ":")  # line styles; dashes are for references
+MARKED = 20  # lines of at most this many points have markers
 
 
 class Plot(NamedTuple):
@@ -36,15 +36,15 @@ def plot(
     title: str = "",
     out: Path | str = "plot.png",
 ) -> Plot:
-    """Draw runs as learning curves: OUT.png, OUT.svg, and the numbers in OUT.csv."""
+    """Plot the learning curves of runs to OUT.png and OUT.svg, and write their numbers to OUT.csv."""
     require("matplotlib", "plot")
     from matplotlib.figure import Figure
     from matplotlib.style import context
 
-    picture, drawing, table = targets(Path(out))
+    png, svg, table = output_files(Path(out))
     lines, notes, experiments = curves(runs, metric, x, aggregate, interval, bins, smooth, labels)
     dashed = environment_references(experiments, metric) | dict(references or {})
-    # whatever style a user prefers elsewhere: same runs, same picture
+    # matplotlib's default style, not the user's: the same runs give the same figure everywhere
     with context(["default", {"svg.hashsalt": "bestiary"}]):
         many = len(lines) > 5
         figure = Figure(figsize=(8.4 if many else 6.4, 3.6), layout="constrained")
@@ -57,10 +57,10 @@ def plot(
             figure.legend(loc="outside right center", frameon=False, fontsize=9)
         else:
             axes.legend(frameon=False, fontsize=9)
-        figure.savefig(picture, dpi=150, metadata={"Software": None})
-        figure.savefig(drawing, metadata={"Date": None})
+        figure.savefig(png, dpi=150, metadata={"Software": None})
+        figure.savefig(svg, metadata={"Date": None})
     write_table(lines, table, x, aggregate)
-    return Plot(lines, notes, [picture, drawing, table])
+    return Plot(lines, notes, [png, svg, table])
 
 
 def draw(
@@ -69,16 +69,16 @@ def draw(
     references: Mapping[str, float] | None = None,
     styles: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
-    """Lines with their intervals on given axes, references dashed and named at the right. No titles, no legend.
+    """Draw lines, their intervals and dashed references with names at the right; neither a title nor a legend.
 
-    Panels of one picture pass the same `style(labels)`, so that a label looks the same in each.
+    Panels of one figure pass the same `style(labels)`, so that a label looks the same in each.
     """
     from matplotlib.ticker import EngFormatter
 
     looks = styles or style(line.label for line in lines)
     for line in lines:
         look = looks[line.label]
-        axes.plot(line.x, line.y, label=line.label, marker="o" if len(line.x) <= FEW else None, markersize=4, **look)
+        axes.plot(line.x, line.y, label=line.label, marker="o" if len(line.x) <= MARKED else None, markersize=4, **look)
         if line.low is not None:
             axes.fill_between(line.x, line.low, line.high, color=look["color"], alpha=0.2, linewidth=0)
     for name, value in (references or {}).items():
@@ -92,7 +92,7 @@ def draw(
 
 
 def style(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """A colour for each label and, when they run out, another stroke."""
+    """A colour for each label and, after the last colour, another line style."""
     n = len(COLOURS)
     return {
         label: {"color": COLOURS[i % n], "linestyle": STROKES[i // n % len(STROKES)], "linewidth": 1.6}
@@ -101,7 +101,7 @@ def style(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def environment_references(experiments: Sequence[Experiment], metric: str) -> dict[str, float]:
-    """What the best player and the best without memory earn, if all runs share an environment that knows."""
+    """Scores of an optimal agent and of the best agent without memory, if all runs have one environment with both."""
     known = known_references(experiments[0].env)
     if known is None or known.metric != find_metric(metric).column or len({str(e.env) for e in experiments}) > 1:
         return {}
@@ -109,7 +109,7 @@ def environment_references(experiments: Sequence[Experiment], metric: str) -> di
 
 
 def write_table(lines: Sequence[Line], path: Path, x: str = "frames", statistic: str = "mean") -> None:
-    """The numbers behind a picture. Without an interval its two cells are empty."""
+    """The numbers of a figure. Without an interval, the cells of its bounds are empty."""
     with path.open("w", newline="") as file:
         write = csv.writer(file, lineterminator="\n")
         write.writerow(["label", x, statistic, "low", "high", "seeds"])
@@ -119,12 +119,12 @@ def write_table(lines: Sequence[Line], path: Path, x: str = "frames", statistic:
                 write.writerow([line.label, f"{line.x[i]:.12g}", f"{line.y[i]:.9g}", *interval, line.seeds])
 
 
-def targets(out: Path) -> tuple[Path, Path, Path]:
-    """Where picture, drawing and table go; never over a table of a run."""
+def output_files(out: Path) -> tuple[Path, Path, Path]:
+    """The paths of PNG, SVG and CSV. A CSV file that plot did not write is not overwritten."""
     if out.suffix not in (".png", ".svg"):
         raise UserError(f"out={out} must end in .png or .svg")
     table = out.with_suffix(".csv")
     if table.exists() and not table.read_text().startswith("label,"):
-        raise UserError(f"{table} is in the way and not a table of plot; choose another --out")
+        raise UserError(f"{table} exists and was not written by plot: choose another --out")
     out.parent.mkdir(parents=True, exist_ok=True)
     return out.with_suffix(".png"), out.with_suffix(".svg"), table

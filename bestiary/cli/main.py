@@ -1,4 +1,4 @@
-"""One program with a few commands. Nothing heavy is imported before it is needed."""
+"""The command line program. A command is imported when it is called, so that `bestiary --help` answers at once."""
 
 import errno
 import os
@@ -9,33 +9,33 @@ from bestiary.config.suggestions import did_you_mean
 from bestiary.errors import EX_TEMPFAIL, ProcessLost, UserError
 
 HELP = """\
-Reinforcement learning with memory: every algorithm, every memory, every environment.
+Reinforcement learning with memory: combine any algorithm, memory core and environment.
 
 usage: bestiary COMMAND ...
 
-  train PRESET [part:choice ...] [--flags]   train, or continue if the run directory has a checkpoint; --seeds N: many
-  resume RUN                                 continue a run from its last checkpoint
-  eval RUN                                   play whole games on fresh seeds; statistics as a table and as JSON
-  video RUN                                  film whole games on fresh seeds, as MP4
-  sweep PRESET --space SPACE                 search for good settings: trials of several seeds, side by side
-  reproduce FIGURE                           a published figure: plan its runs, make what is missing, draw
-  inspect RUN                                play an episode and draw what memory holds over time
-  study riverraid --proxy P,P --width N,N    reward hacking: sizes x rewards x seeds, judged under all, one page
-  detect --trusted RUN RUN ...               which runs stray from a trusted one, and how well that finds reward hacking
-  launch slurm|k8s -- train ...              a Slurm script or a Kubernetes manifest that runs a command on a cluster
-  plot RUN ...                               learning curves of one or many runs, as PNG, SVG and CSV
+  train PRESET [part:choice ...] [--flags]   train a run, or resume it from its last checkpoint; --seeds N: several runs
+  resume RUN                                 resume a run from its last checkpoint
+  eval RUN                                   evaluate on seeds not used in training; statistics as a table and as JSON
+  video RUN                                  record episodes on seeds not used in training, as MP4
+  sweep PRESET --space SPACE                 hyper-parameter search with Optuna, in parallel, several seeds per trial
+  reproduce FIGURE                           reproduce a published figure: train the missing runs, then plot
+  inspect RUN                                plot the memory of an agent over the steps of an episode
+  study riverraid --proxy P,P --width N,N    reward hacking: train on proxy rewards, evaluate by the true one, report
+  detect --trusted RUN RUN ...               detect policies that deviate from a reference policy; AUROC per detector
+  launch slurm|k8s -- train ...              write a Slurm script or a Kubernetes manifest for a command
+  plot RUN ...                               learning curves of one or more runs, as PNG, SVG and CSV
   list [WHAT]                                presets, algos, cores, envs, runtimes, games
   bench NAME                                 measure speed on this machine
-  doctor [core NAME|FILE.py:Class]           versions, device, extras; or whether a memory keeps its contract
-  ... --plugin FILE.py                       with any command: make the parts that file registers available
+  doctor [core NAME|FILE.py:Class]           versions, hardware and extras; or test a memory core against its contract
+  ... --plugin FILE.py                       with any command: load parts that a Python file registers
 
 examples:
   bestiary train recall                      IMPALA + LSTM on a memory task, two minutes
-  bestiary train recall core:ff              the same without memory: stays at chance
+  bestiary train recall core:ff              the same task without memory: the score stays at chance
   bestiary train pong --env.game Breakout --frames 10M
   bestiary eval runs/latest --episodes 100
 
-`bestiary COMMAND --help` explains a command; `bestiary train PRESET --help` lists every setting.
+`bestiary COMMAND --help` explains a command; `bestiary train PRESET --help` lists all settings of a preset.
 """
 
 
@@ -54,26 +54,26 @@ def main(argv: list[str] | None = None) -> int:
         return fail(f"there is no command {args[0]!r}: {did_you_mean(args[0], COMMANDS)}")
     try:
         rest = args[1:]
-        ours = rest[: rest.index("--")] if "--" in rest else rest  # what follows is for a command run elsewhere
-        if any(word.split("=")[0] == "--plugin" for word in ours):
+        own = rest[: rest.index("--")] if "--" in rest else rest  # the rest belongs to the command that is launched
+        if any(word.split("=")[0] == "--plugin" for word in own):
             from bestiary.config.plugins import load_plugin_flags
 
-            rest = load_plugin_flags(ours) + rest[len(ours) :]
+            rest = load_plugin_flags(own) + rest[len(own) :]
         return command(rest)
-    except UserError as e:  # what a user can mend, in one sentence; anything else keeps its traceback
+    except UserError as e:  # a mistake of the user: one sentence; any other error keeps its traceback
         return fail(str(e))
     except ProcessLost as e:
         fail(str(e))
         return EX_TEMPFAIL
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # who read our output has seen enough: `bestiary list | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again as it exits
+    except BrokenPipeError:  # the reader of our output has closed it: `bestiary list | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python prints another error as it exits
         return 141
     except OSError as e:
         if e.errno != errno.ENOSPC:
             raise
-        return fail(f"the disk is full ({e.filename or 'while writing'}); what was saved before is intact")
+        return fail(f"the disk is full ({e.filename or 'while writing'}); earlier checkpoints are intact")
 
 
 def fail(sentence: str) -> int:

@@ -1,15 +1,18 @@
 """From command line arguments to dataclasses with tyro; unknown and old arguments are answered with the right ones."""
 
 import contextlib
+import dataclasses
 import io
 import re
 import sys
 import typing
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Annotated, Any, TypeVar
 
 import tyro
 
+from bestiary.cli.help import print_help
 from bestiary.config.aliases import renamed_choice, renamed_flag
 from bestiary.config.experiment import Experiment, family
 from bestiary.config.schema import members
@@ -50,15 +53,22 @@ def hyphenated(cls: type) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<!^)(?=[A-Z][a-z])", "-", cls.__name__).lower()
 
 
+def settings(cls: type, prefix: str = "") -> Iterator[tuple[str, type, dataclasses.Field[Any]]]:
+    """(flag, dataclass, field) of every setting of a dataclass, over all choices of its unions."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    for field in dataclasses.fields(cls):
+        dotted = prefix + field.name.replace("_", "-")
+        nested = members(hints[field.name])
+        inner = prefix if FLAT in getattr(hints[field.name], "__metadata__", ()) else f"{dotted}."
+        for part in nested:
+            yield from settings(part, inner)
+        if not nested:
+            yield f"--{dotted}", cls, field
+
+
 def flags(cls: type, prefix: str = "") -> list[str]:
     """Every dotted flag of a dataclass, over all choices of its unions."""
-    found = []
-    for name, hint in typing.get_type_hints(cls, include_extras=True).items():
-        dotted = prefix + name.replace("_", "-")
-        nested = members(hint)
-        inner = prefix if FLAT in getattr(hint, "__metadata__", ()) else f"{dotted}."
-        found += [flag for part in nested for flag in flags(part, inner)] if nested else [f"--{dotted}"]
-    return found
+    return [flag for flag, _, _ in settings(cls, prefix)]
 
 
 def parse(cls: type[T], args: list[str], prog: str, default: Any = None) -> T:
@@ -67,13 +77,16 @@ def parse(cls: type[T], args: list[str], prog: str, default: Any = None) -> T:
     refuse_old_flags(cls, args)
     options: dict[str, Any] = {} if default is None else {"default": default}
     options |= {"prog": prog, "args": args, "config": OPTIONS, "return_unknown_args": True}
+    if not {"-h", "--help"}.isdisjoint(args):
+        advanced = {flag for flag, _, field in settings(cls) if field.metadata.get("advanced")}
+        print_help(lambda: tyro.cli(cls, **options), advanced)  # exits
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             value, unknown = tyro.cli(cls, **options, console_outputs=False)
     except SystemExit as end:
         if (error := cause_of(end)) is not None:
             raise error from None  # one sentence, without tyro's box around it
-        value, unknown = tyro.cli(cls, **options)  # --help, or a mistake that tyro explains: parse again and print
+        value, unknown = tyro.cli(cls, **options)  # a mistake that tyro explains: parse again and print
     if unknown:
         word = next((w for w in unknown if w.startswith("-")), unknown[0])
         if (name := word.split("=")[0]) in flags(cls):

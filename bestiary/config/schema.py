@@ -6,12 +6,19 @@ import types
 import typing
 from collections.abc import Callable
 from decimal import Decimal
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
 from bestiary.config.aliases import upgrade
 from bestiary.errors import UserError
+
+T = TypeVar("T")
+
+
+def advanced(default: T) -> T:
+    """A default of a setting that few users change: `--help` lists it apart, after the others."""
+    return dataclasses.field(default=default, metadata={"advanced": True})
 
 
 def kebab(cls: type) -> str:

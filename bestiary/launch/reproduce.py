@@ -1,4 +1,4 @@
-"""A published figure from one command: plan its runs, make those that are missing, draw what came out."""
+"""A published figure from one command: plan its runs, train those that are missing, plot the results."""
 
 import csv
 import json
@@ -21,7 +21,7 @@ from bestiary.runtime.local import LocalRuntime
 from bestiary.runtime.start import start
 
 Scale = Literal["small", "paper"]
-FIGURES = {  # which tasks its panels show
+FIGURES = {  # the tasks of the panels
     "memory-rl/fig3": ("tmaze-passive", "visual-match"),  # memory
     "memory-rl/fig6": ("tmaze-active", "key-to-door"),  # credit assignment
 }
@@ -38,10 +38,12 @@ SMALL_LENGTHS = {
     "key-to-door": (10, 30, 60),
 }
 MEMORIES: dict[Scale, tuple[str, ...]] = {"small": ("ff", "lstm", "gpt", "delta-net"), "paper": ("lstm", "gpt")}
-LAST = 0.05  # of the evaluations, at the end of a run, whose mean is its result
+LAST_EVALUATIONS = 0.05  # the result of a run is the mean of this fraction of its evaluations, the last ones
 
 
-class Job(NamedTuple):
+class FigureRun(NamedTuple):
+    """One run of a figure."""
+
     task: str
     length: int
     memory: str
@@ -65,19 +67,19 @@ class Job(NamedTuple):
         known = references(self.experiment.env)
         assert known is not None
         values = [row[known.metric] for row in evaluations(self.path)]
-        return float(np.mean(values[-max(1, round(LAST * len(values))) :]))
+        return float(np.mean(values[-max(1, round(LAST_EVALUATIONS * len(values))) :]))
 
 
-def plan(figure: str, scale: Scale, seeds: int, memories: Sequence[str], root: Path) -> list[Job]:
-    """Every run of a figure, short ones first."""
+def plan(figure: str, scale: Scale, seeds: int, memories: Sequence[str], root: Path) -> list[FigureRun]:
+    """All runs of a figure, those with the smallest frame budget first."""
     if figure not in FIGURES:
         raise UserError(f"there is no figure {figure!r}: {did_you_mean(figure, FIGURES)}")
     if seeds < 1:
         raise UserError(f"seeds={seeds} must be at least 1")
-    offered = memory_rl.SMALL_CORES if scale == "small" else MEMORIES["paper"]
+    known = memory_rl.SMALL_CORES if scale == "small" else MEMORIES["paper"]
     for memory in memories:
-        if memory not in offered:
-            raise UserError(f"there is no memory {memory!r} at this scale: {did_you_mean(memory, offered)}")
+        if memory not in known:
+            raise UserError(f"there is no core {memory!r} at this scale: {did_you_mean(memory, known)}")
     jobs = []
     for task in FIGURES[figure]:
         for length in SMALL_LENGTHS[task] if scale == "small" else MEMORY_RL[task]:
@@ -86,18 +88,18 @@ def plan(figure: str, scale: Scale, seeds: int, memories: Sequence[str], root: P
                 for seed in range(seeds):
                     experiment = make(task, length, memory, seed)
                     jobs.append(
-                        Job(task, length, memory, seed, experiment, root / f"{task}-{length}-{memory}-seed{seed}")
+                        FigureRun(task, length, memory, seed, experiment, root / f"{task}-{length}-{memory}-seed{seed}")
                     )
     return sorted(jobs, key=lambda job: job.experiment.frames)
 
 
 def seconds_per_frame(experiment: Experiment) -> float:
-    """Measured here and now: an unroll and a few updates, weighed as the run would."""
+    """Seconds of training per frame, measured by one unroll and three updates on this machine."""
     runtime = start(experiment)
     assert isinstance(runtime, LocalRuntime)
     try:
         acting = learning = 0.0
-        trajectory, _ = runtime.actor.unroll()  # the first one also compiles
+        trajectory, _ = runtime.actor.unroll()  # the first unroll also compiles
         runtime.replay.add(trajectory)
         while (batch := runtime.replay.sample()) is None or not acting:
             began = time.perf_counter()
@@ -108,16 +110,16 @@ def seconds_per_frame(experiment: Experiment) -> float:
             began = time.perf_counter()
             runtime.learner.update(batch)
             learning = time.perf_counter() - began
-        rows, streams = trajectory.action.shape
+        steps, streams = trajectory.action.shape
         algo = experiment.algo
         per_frame = getattr(algo, "ratio", 1 / (algo.batch_size * algo.unroll))
-        return acting / ((rows - 1) * streams) + per_frame * learning
+        return acting / ((steps - 1) * streams) + per_frame * learning
     finally:
         runtime.close()
 
 
-def estimate(jobs: Sequence[Job], root: Path) -> dict[str, float]:
-    """Seconds for each kind of run (seeds apart); measured once, then remembered beside the runs."""
+def estimate_seconds(jobs: Sequence[FigureRun], root: Path) -> dict[str, float]:
+    """Seconds of training for each kind of run, whatever its seed; measured once and kept in speed.json."""
     file = root / "speed.json"
     known: dict[str, float] = json.loads(file.read_text()) if file.exists() else {}
     for job in jobs:
@@ -128,49 +130,50 @@ def estimate(jobs: Sequence[Job], root: Path) -> dict[str, float]:
     return known
 
 
-def make(
-    jobs: Sequence[Job],
-    workers: int,
+def train_missing(
+    jobs: Sequence[FigureRun],
+    max_workers: int,
     log: Callable[[str], None],
     seconds: dict[str, float],
     stop: Callable[[], bool] = lambda: False,
     executor: Executor = LOCAL,
 ) -> list[str]:
-    """Run what is not finished, several at once, each in a process of its own. Returns what went wrong."""
-    left = {job.name: seconds[job.kind] for job in jobs if not job.finished}
+    """Train the unfinished runs, each in its own process. Returns a sentence for each run that failed."""
+    remaining = {job.name: seconds[job.kind] for job in jobs if not job.finished}
     problems: list[str] = []
 
-    def tell(ended: JobResult[Job]) -> None:
-        job = ended.job
-        del left[job.name]
-        if ended.problem is not None:
-            problems.append(f"{job.name}: {ended.problem}")
+    def report(result: JobResult[FigureRun]) -> None:
+        job = result.job
+        del remaining[job.name]
+        if result.problem is not None:
+            problems.append(f"{job.name}: {result.problem}")
             log(problems[-1])
             return
-        count, rest = len(jobs) - len(left), clock(sum(left.values()) / workers)
-        log(f"{count} of {len(jobs)}  {job.name}: {job.result():.2f} in {clock(ended.seconds)}, about {rest} left")
+        count, rest = len(jobs) - len(remaining), format_seconds(sum(remaining.values()) / max_workers)
+        duration = format_seconds(result.seconds)
+        log(f"{count} of {len(jobs)}  {job.name}: {job.result():.2f} in {duration}, about {rest} left")
 
-    run_all(jobs, workers, tell, stop, executor=executor, log=log)
+    run_all(jobs, max_workers, report, stop, executor=executor, log=log)
     return problems
 
 
-def clock(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def lines(jobs: Sequence[Job], task: str, statistic: Statistic) -> list[Line]:
-    """Results against length, a line per memory; of the runs that are finished."""
-    done = [job for job in jobs if job.task == task and job.finished]
+def lines(jobs: Sequence[FigureRun], task: str, statistic: Statistic) -> list[Line]:
+    """Results of the finished runs of a task over its length, a line per core."""
+    finished_runs = [job for job in jobs if job.task == task and job.finished]
     found = []
     for memory in dict.fromkeys(job.memory for job in jobs):
-        mine = [job for job in done if job.memory == memory]
-        lengths = sorted({job.length for job in mine})
+        of_core = [job for job in finished_runs if job.memory == memory]
+        lengths = sorted({job.length for job in of_core})
         if not lengths:
             continue
-        # a length at a time: not all of them need have as many seeds yet
-        scores = [[[job.result()] for job in mine if job.length == length] for length in lengths]
+        # one length at a time, because an unfinished figure has different numbers of seeds
+        scores = [[[job.result()] for job in of_core if job.length == length] for length in lengths]
         points = [aggregate(memory, [n], [x], statistic) for n, x in zip(lengths, scores, strict=True)]
         y, low, high = ([getattr(point, name) for point in points] for name in ("y", "low", "high"))
         known = not any(bound is None for bound in low)
@@ -187,8 +190,8 @@ def lines(jobs: Sequence[Job], task: str, statistic: Statistic) -> list[Line]:
     return found
 
 
-def picture(jobs: Sequence[Job], figure: str, out: Path, statistic: Statistic) -> list[Path]:
-    """A panel per task, as PNG and SVG, and the numbers as a table."""
+def plot_figure(jobs: Sequence[FigureRun], figure: str, out: Path, statistic: Statistic) -> list[Path]:
+    """Plot a panel per task to PNG and SVG, and write the numbers to a CSV table."""
     from bestiary.config.extras import require
 
     require("matplotlib", "plot")
@@ -222,8 +225,8 @@ def picture(jobs: Sequence[Job], figure: str, out: Path, statistic: Statistic) -
     return [out.with_suffix(kind) for kind in (".png", ".svg", ".csv")]
 
 
-def write_table(panels: dict[str, list[Line]], jobs: Sequence[Job], path: Path, statistic: Statistic) -> None:
-    """Every point, also of runs that were not made: those say so."""
+def write_table(panels: dict[str, list[Line]], jobs: Sequence[FigureRun], path: Path, statistic: Statistic) -> None:
+    """Every point of the figure; a point without a finished run is marked `not run`."""
     with path.open("w", newline="") as file:
         write = csv.writer(file, lineterminator="\n")
         write.writerow(["task", "memory", "length", "metric", statistic, "low", "high", "seeds", "frames"])

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.table import Table
 
+from bestiary.analysis.seed_runs import seed_runs
 from bestiary.config.experiment import Experiment
 from bestiary.envs.base import advice
 from bestiary.errors import UserError
@@ -64,15 +65,6 @@ def plan(experiment: Experiment, seeds: Sequence[int], root: Path) -> list[SeedR
     """A run for each seed, with one thread unless told otherwise: side by side, more would be in each other's way."""
     runtime = replace(experiment.runtime, threads=experiment.runtime.threads or 1)
     return [SeedRun(s, replace(experiment, seed=s, runtime=runtime), root / f"seed{s}") for s in seeds]
-
-
-def find(root: Path) -> list[Path]:
-    """The runs of a directory of seeds, in order; none if it is something else."""
-    if (root / EXPERIMENT).exists():
-        return []
-    named = {path: re.fullmatch(r"seed(\d+)", path.name) for path in root.glob("seed*")}
-    runs = {int(match[1]): path for path, match in named.items() if match and (path / EXPERIMENT).is_file()}
-    return [runs[seed] for seed in sorted(runs)]
 
 
 def train_seeds(
@@ -247,7 +239,7 @@ def evaluate_seeds(
     A seed without the checkpoint asked for is told, named in the result, and left out. Writes ROOT/eval-*.json.
     """
     root = Path(root)
-    runs = find(root)
+    runs = seed_runs(root)
     if not runs:
         raise UserError(f"{root} is not a run and holds none: seeds are trained with bestiary train PRESET --seeds N")
     found: list[dict[str, Any]] = []

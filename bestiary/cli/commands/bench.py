@@ -1,4 +1,4 @@
-"""bestiary bench NAME: speed on this machine."""
+"""bestiary bench NAME: measure speed on this machine."""
 
 import json
 from importlib import import_module
@@ -22,7 +22,7 @@ def main(args: list[str]) -> int:
     if "--json" in rest:
         at = rest.index("--json")
         if at + 1 == len(rest):
-            raise UserError("--json needs a file name")
+            raise UserError("--json needs a file name after it")
         out = Path(rest[at + 1])
         rest = rest[:at] + rest[at + 2 :]
     place, _, settings = BENCHMARKS[name][0].partition(":")

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from bestiary.analysis.seed_runs import seed_runs
 from bestiary.cli.parse import parse
 from bestiary.config.plugins import load_plugins
-from bestiary.launch import seeds
 from bestiary.reward_hacking.detection import SHOWN, Quality, detect
 from bestiary.types import Mode
 
@@ -47,7 +47,7 @@ def main(args: list[str]) -> int:
     load_plugins()
     cfg = parse(Settings, args, "bestiary detect")
     options: dict[str, Any] = dict(vars(cfg))
-    options["runs"] = [run for path in cfg.runs for run in seeds.find(path) or [path]]
+    options["runs"] = [run for path in cfg.runs for run in seed_runs(path) or [path]]
     if cfg.anomalous is not None:
         options["anomalous"] = [word for word in cfg.anomalous.split(",") if word]
     print_result(detect(**options, say=lambda text: print(text, flush=True)))

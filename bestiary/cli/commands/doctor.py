@@ -1,4 +1,4 @@
-"""bestiary doctor: what this machine offers; bestiary doctor core: whether a memory keeps the contract."""
+"""bestiary doctor: versions, hardware, extras; bestiary doctor core: test a memory core against the core contract."""
 
 import dataclasses
 import os
@@ -16,9 +16,9 @@ from bestiary.cores.base import Core
 from bestiary.errors import UserError
 
 USAGE = """\
-usage: bestiary doctor                        what this machine offers, and how to get what is missing
-       bestiary doctor core NAME              put a memory through the contract of memory
-       bestiary doctor core FILE.py:Class     the same for one of your own
+usage: bestiary doctor                        versions, hardware, and extras with the command that installs them
+       bestiary doctor core NAME              test a memory core against the core contract
+       bestiary doctor core FILE.py:Class     test a core of your own
 """
 
 
@@ -30,29 +30,28 @@ def main(args: list[str]) -> int:
         return _core(args[1])
     if args:
         raise UserError(
-            f"doctor does not know {' '.join(args)!r}: it takes nothing, or core NAME, or core FILE.py:Class"
+            f"doctor does not know {' '.join(args)!r}: it takes no argument, core NAME or core FILE.py:Class"
         )
     import torch
 
-    say = Console(highlight=False).print
-    say("[bold]versions[/bold]")
+    show = Console(highlight=False).print
+    show("[bold]versions[/bold]")
     for package, version in versions().items():
-        say(f"  {package:12} {version}")
-    say("[bold]machine[/bold]")
-    say(f"  processor    {platform.machine()}, {cores()} cores usable")
-    say(f"  threads      {cores()} for pictures, 1 for small inputs, unless --runtime.threads says otherwise")
-    say(f"  device       {choose_device('auto')}" + ("" if torch.accelerator.is_available() else " (no accelerator)"))
+        show(f"  {package:12} {version}")
+    show("[bold]hardware[/bold]")
+    show(f"  processor    {platform.machine()}, {cores()} usable cores")
+    show(f"  threads      {cores()} for images, 1 for small inputs, unless --runtime.threads is given")
+    show(f"  device       {choose_device('auto')}" + ("" if torch.accelerator.is_available() else " (no accelerator)"))
     if hasattr(os, "sysconf"):
-        say(f"  memory       {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB")
-    say(f"  disk here    {shutil.disk_usage('.').free / 2**30:.1f} GiB free")
+        show(f"  memory       {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB")
+    show(f"  disk here    {shutil.disk_usage('.').free / 2**30:.1f} GiB free")
     if os.path.isdir("/dev/shm"):
-        say(f"  /dev/shm     {shutil.disk_usage('/dev/shm').free / 2**30:.1f} GiB free")
-    say(f"  allocator    {'tuned (large blocks are kept)' if tune_malloc() else 'left as it is: not glibc'}")
-    say("[bold]extras[/bold]")
+        show(f"  /dev/shm     {shutil.disk_usage('/dev/shm').free / 2**30:.1f} GiB free")
+    show(f"  allocator    {'tuned: large blocks are reused' if tune_malloc() else 'not tuned: this is not glibc'}")
+    show("[bold]extras[/bold]")
     for extra, (_, purpose) in EXTRAS.items():
-        here = available(extra)
-        state = "[green]yes[/green]" if here else f'no: pip install "bestiary\\[{extra}]"'
-        say(f"  {extra:8} {purpose:32} {state}")
+        state = "[green]yes[/green]" if available(extra) else f'no: pip install "bestiary\\[{extra}]"'
+        show(f"  {extra:8} {purpose:32} {state}")
     return 0
 
 
@@ -60,19 +59,19 @@ def _core(which: str) -> int:
     from bestiary.analysis.core_contract import examine
 
     config = _find(which)
-    broken = 0
-    say = Console(highlight=False, soft_wrap=True).print
-    say(f"[bold]{config}[/bold]", markup=True)
+    failed = 0
+    show = Console(highlight=False, soft_wrap=True).print
+    show(f"[bold]{config}[/bold]", markup=True)
     for finding in examine(config):
-        broken += finding.broken is not None
-        mark = "[green]kept  [/green]" if finding.broken is None else "[red]broken[/red]"
-        say(f"  {mark} {escape(finding.promise)}" + (f"\n         {escape(finding.broken)}" if finding.broken else ""))
-    say("the contract is kept" if not broken else f"{broken} of the promises broken")
-    return 1 if broken else 0
+        failed += finding.broken is not None
+        mark = "[green]pass[/green]" if finding.broken is None else "[red]FAIL[/red]"
+        show(f"  {mark} {escape(finding.promise)}" + (f"\n       {escape(finding.broken)}" if finding.broken else ""))
+    show("the core keeps the contract" if not failed else f"the core breaks {failed} promises of the contract")
+    return 1 if failed else 0
 
 
 def _find(which: str) -> Any:
-    """A core's configuration, with its own defaults, by name or by FILE.py:Class."""
+    """The default settings of a core, by its name or by FILE.py:Class."""
     from bestiary.config.experiment import family
     from bestiary.config.plugins import load_file
 

@@ -8,6 +8,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from bestiary.analysis.seed_runs import seed_runs
 from bestiary.cli.parse import check_parts, parse
 from bestiary.config.plugins import load_plugins
 from bestiary.config.schema import parse_command
@@ -59,7 +60,7 @@ def main(args: list[str]) -> int:
     options = {k: v for k, v in vars(cfg).items() if k not in ("run", "mode")}
     if cfg.command is not None:
         options["command"] = parse_command(cfg.command)
-    if seeds.find(cfg.run):
+    if seed_runs(cfg.run):
         return print_seeds(seeds.evaluate_seeds(cfg.run, modes=modes, log=print, **options), modes)
     print_report(evaluate(cfg.run, modes=modes, **options), modes)
     return 0
@@ -67,7 +68,7 @@ def main(args: list[str]) -> int:
 
 def read(args: list[str]) -> Eval:
     """Settings of the environment are those of the run, unless changed."""
-    runs = [p for word in args for p in (Path(word), *seeds.find(Path(word))) if (p / EXPERIMENT).is_file()]
+    runs = [p for word in args for p in (Path(word), *seed_runs(Path(word))) if (p / EXPERIMENT).is_file()]
     elsewhere = any(word.startswith(("--env.", "env:")) for word in args)
     if elsewhere and not runs:
         raise UserError("--env.* plays a run elsewhere than it was trained: none of the words is a run directory")

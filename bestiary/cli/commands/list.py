@@ -1,4 +1,4 @@
-"""bestiary list [WHAT]: what there is to choose from."""
+"""bestiary list [WHAT]: presets, and the parts of an experiment with their settings."""
 
 import dataclasses
 from typing import Any
@@ -28,10 +28,10 @@ def main(args: list[str]) -> int:
 
 
 def _sizes(cls: Any) -> tuple[str, str]:
-    """Of a memory with its default settings."""
+    """Numbers of parameters and of state values of a core with its default settings."""
     core = cls().build(WIDTH)
-    weights = sum(p.numel() for p in core.parameters())
-    return f"{weights:,}", f"{sum(leaf.numel() for leaf in core.initial_state(1)):,}"
+    parameters = sum(p.numel() for p in core.parameters())
+    return f"{parameters:,}", f"{sum(leaf.numel() for leaf in core.initial_state(1)):,}"
 
 
 def _show(what: str) -> None:
@@ -47,7 +47,7 @@ def _show(what: str) -> None:
         return
     if what == "presets":
         table.add_column("name")
-        table.add_column("what it is")
+        table.add_column("description")
         for name, (_, text) in PRESETS.items():
             table.add_row(name, text)
     else:
@@ -58,14 +58,14 @@ def _show(what: str) -> None:
         sized = what == "cores"
         names = family(KINDS[what])
         table.add_column("name", min_width=max(len(f"{KINDS[what]}:{name}") for name in names))
-        for column in ("what it is", *(("weights", "state") if sized else ()), "settings"):
+        for column in ("description", *(("parameters", "state") if sized else ()), "settings"):
             table.add_column(column)
         for name, cls in names.items():
             sentence = (cls.__doc__ or "").strip().splitlines()[0]
             fields = ", ".join(f.name.replace("_", "-") for f in dataclasses.fields(cls))
             table.add_row(f"{KINDS[what]}:{name}", sentence, *(_sizes(cls) if sized else ()), fields or "-")
         if sized:
-            table.caption = f"weights: with the defaults, on an input of width {WIDTH}; state: numbers per environment"
+            table.caption = f"with default settings and an input of width {WIDTH}; state: values per environment stream"
             table.caption_justify = "left"
     Console().print(table)
     print()

@@ -15,51 +15,53 @@ from bestiary.errors import UserError
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Learning curves: runs that differ only in the seed become one line, labelled by what sets it apart."""
+class PlotSettings:
+    """Learning curves. Runs that differ only in the seed are one line, labelled by the settings that distinguish it."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """run directories"""
+    """run directories, or directories of seeds, each of which stands for all of its runs"""
     metric: str = "score"
-    """score or success of games while training; eval: evaluations; or any column of metrics.csv"""
+    """score or success of training episodes; eval or eval.COLUMN of evaluations; or any column of metrics.csv"""
     x: Clock = "frames"
+    """x axis: environment frames, agent steps, seconds of training or updates"""
     aggregate: Statistic = "mean"
-    """over seeds; iqm: mean of the middle half"""
+    """statistic over seeds; iqm: interquartile mean, the mean of the middle half (Agarwal et al. 2021)"""
     interval: Interval = "bootstrap"
-    """band over seeds; bootstrap: 95% of the aggregate, range: from the lowest to the highest seed"""
+    """band around a line; bootstrap: stratified bootstrap 95% interval; range: lowest to highest seed"""
     bins: Count = 60
-    """equal stretches of x; a point is the mean over one"""
+    """number of bins of equal width on the x axis; each point is the mean over one bin"""
     smooth: Count = 1
-    """mean over so many points up to each"""
+    """window of the trailing moving average, in points; 1: none"""
     label: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=RUN[,RUN...]")] = ()
-    """one line of these runs (paths, names or patterns) under this name"""
+    """one line with this name for these runs (paths, names or patterns); may be repeated"""
     reference: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=VALUE")] = ()
-    """a dashed line"""
+    """a dashed horizontal line with this name, such as human=7127.7; may be repeated"""
     title: str = ""
+    """title above the figure"""
     out: Path = Path("plot.png")
-    """the picture; the same as .svg and the numbers as .csv go beside it"""
+    """file of the figure, .png or .svg; the other format and a .csv file of its numbers are written beside it"""
 
 
 def main(args: list[str]) -> int:
     load_plugins()
-    cfg = parse(Settings, args, "bestiary plot")
+    cfg = parse(PlotSettings, args, "bestiary plot")
     labels = {name: [run for run in runs.split(",") if run] for name, runs in pairs("label", cfg.label)}
     references = {name: number(name, value) for name, value in pairs("reference", cfg.reference)}
     from bestiary.analysis.plot import plot
 
     options = {k: v for k, v in vars(cfg).items() if k not in ("label", "reference")}
-    drawn = plot(**options, labels=labels, references=references)
-    for note in drawn.notes:
+    plotted = plot(**options, labels=labels, references=references)
+    for note in plotted.notes:
         print(f"note: {note}", file=sys.stderr)
-    print(f"written to {', '.join(map(str, drawn.files))}")
+    print(f"written to {', '.join(map(str, plotted.files))}")
     return 0
 
 
 def pairs(flag: str, words: tuple[str, ...]) -> list[tuple[str, str]]:
-    """NAME=VALUE, split at the first sign: the name of a run may contain one too."""
+    """NAME=VALUE, split at the first equals sign, because paths of runs may contain more."""
     found = [word.partition("=") for word in words]
-    if bad := [word for word, (name, _, value) in zip(words, found, strict=True) if not (name and value)]:
-        raise UserError(f"--{flag} {bad[0]!r} should look like NAME={'RUN,RUN' if flag == 'label' else 'VALUE'}")
+    if wrong := [word for word, (name, _, value) in zip(words, found, strict=True) if not (name and value)]:
+        raise UserError(f"--{flag} {wrong[0]!r} should look like NAME={'RUN,RUN' if flag == 'label' else 'VALUE'}")
     return [(name, value) for name, _, value in found]
 
 

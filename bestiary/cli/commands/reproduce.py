@@ -1,4 +1,4 @@
-"""bestiary reproduce FIGURE: a published figure, from its runs to its picture."""
+"""bestiary reproduce FIGURE: train the runs of a published figure and plot it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,62 +11,63 @@ from bestiary.cli.commands.train import Signals
 from bestiary.cli.parse import ExecutorName, parse
 from bestiary.errors import UserError
 from bestiary.launch.executor import Executor, check_jobs, choose_executor
-from bestiary.launch.reproduce import Scale, clock, estimate, make, picture, plan
+from bestiary.launch.reproduce import Scale, estimate_seconds, format_seconds, plan, plot_figure, train_missing
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Plan a figure's runs, make the missing ones, draw. Run it again to go on where it was stopped."""
+class ReproduceSettings:
+    """Plan the runs of a figure, train the missing ones, plot. The same command resumes after a stop."""
 
     figure: Annotated[str, tyro.conf.Positional]
-    """memory-rl/fig3 (memory) or memory-rl/fig6 (credit assignment)"""
+    """memory-rl/fig3 (memory) or memory-rl/fig6 (credit assignment), both of Ni et al. 2023"""
     scale: Scale = "small"
-    """small: short tasks and small networks, minutes; paper: its settings, lengths and budgets, days"""
+    """small: short tasks and small networks, minutes to hours; paper: the published settings and budgets, days"""
     seeds: int = 3
+    """number of seeds of each point, from 0 on"""
     cores: tuple[str, ...] = ()
-    """memories to compare; none named: a few (small) or the paper's two"""
+    """memory cores to compare; none: ff, lstm, gpt and delta-net (small), or lstm and gpt (paper)"""
     aggregate: Statistic = "mean"
-    """over seeds; iqm: mean of the middle half"""
+    """statistic over seeds; iqm: interquartile mean, the mean of the middle half"""
     jobs: int | None = None
-    """runs at a time; None: one per processor core, of this machine or of the cluster of --executor"""
+    """runs in parallel; None: one per core, of this machine or of the cluster of --executor"""
     executor: ExecutorName = "local"
     """local: runs are processes of this machine; ray[:ADDRESS]: of a Ray cluster, at RAY_ADDRESS, auto or HOST:PORT"""
     plan: bool = False
-    """only say what would be run and how long it would take"""
+    """only list the missing runs and the time they would take"""
     out: Path | None = None
-    """where runs and pictures go; None: runs/reproduce/FIGURE-SCALE"""
+    """directory of runs and figure; None: runs/reproduce/FIGURE-SCALE"""
 
 
 def main(args: list[str]) -> int:
-    cfg = parse(Settings, args, "bestiary reproduce")
+    cfg = parse(ReproduceSettings, args, "bestiary reproduce")
     check_jobs(cfg.jobs)
     with choose_executor(cfg.executor) as executor:
-        return carry_out(cfg, executor)
+        return reproduce(cfg, executor)
 
 
-def carry_out(cfg: Settings, executor: Executor) -> int:
+def reproduce(cfg: ReproduceSettings, executor: Executor) -> int:
     root = cfg.out or Path("runs/reproduce") / f"{cfg.figure.replace('/', '-')}-{cfg.scale}"
     jobs = plan(cfg.figure, cfg.scale, cfg.seeds, cfg.cores, root)
     missing = [job for job in jobs if not job.finished]
-    many = executor.max_workers(cfg.jobs, jobs[0].experiment)
-    print(
-        f"{len(jobs)} runs, {len(jobs) - len(missing)} of them finished; measuring this machine's speed ...", flush=True
-    )
-    seconds = estimate(missing, root)
+    workers = executor.max_workers(cfg.jobs, jobs[0].experiment)
+    print(f"{len(jobs)} runs, {len(jobs) - len(missing)} of them finished; measuring the speed ...", flush=True)
+    seconds = estimate_seconds(missing, root)
     total = sum(seconds[job.kind] for job in missing)
-    print(f"{len(missing)} to go: about {clock(total / many)} with {many} at a time", flush=True)
+    print(
+        f"{len(missing)} runs to train: about {format_seconds(total / workers)} with {workers} in parallel", flush=True
+    )
     if cfg.plan:
         for job in missing:
-            print(f"  {job.name}: {job.experiment.frames:,} frames, {clock(seconds[job.kind])}")
+            print(f"  {job.name}: {job.experiment.frames:,} frames, {format_seconds(seconds[job.kind])}")
         return 0
     stop = Signals()
-    problems = make(jobs, many, lambda text: print(text, flush=True), seconds, stop, executor)
+    problems = train_missing(jobs, workers, lambda text: print(text, flush=True), seconds, stop, executor)
     if any(job.finished for job in jobs):
-        files = picture(jobs, cfg.figure, root / "figure", cfg.aggregate)
+        files = plot_figure(jobs, cfg.figure, root / "figure", cfg.aggregate)
         print(f"written to {', '.join(map(str, files))}")
     if stop.received:
-        print("stopped; run this again to go on")
+        print("stopped; the same command resumes")
         return 128 + stop.received
     if problems:
-        raise UserError(f"{len(problems)} runs did not finish, the first: {problems[0]}; run this again to go on")
+        raise UserError(f"{len(problems)} runs did not finish, the first: {problems[0]}; the same command retries them")
     return 0

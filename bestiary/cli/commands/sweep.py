@@ -37,7 +37,7 @@ SHOWN = 10
 
 
 @dataclass(frozen=True)
-class Settings:
+class SweepCommand:
     experiment: Flat
     space: str | None = None
     """what to search: a .toml or .json file, or the name of a builtin space"""
@@ -101,10 +101,10 @@ def main(args: list[str]) -> int:
     return 0
 
 
-def read(args: list[str]) -> Settings:
+def read(args: list[str]) -> SweepCommand:
     """PRESET, what is changed of it, and how to search."""
     name, rest = args[0], args[1:]
-    return parse(Settings, check_parts(rest), f"bestiary sweep {name}", Settings(preset(name)))
+    return parse(SweepCommand, check_parts(rest), f"bestiary sweep {name}", SweepCommand(preset(name)))
 
 
 def print_best(told: "list[Told]", metric: str) -> None:

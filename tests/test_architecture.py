@@ -22,6 +22,7 @@ LAYERS: list[list[set[str]]] = [
             "config.extras",
             "config.suggestions",
             "config.machine",
+            "config.versions",
             "config.compat",
         }
     ],

@@ -261,7 +261,7 @@ def test_a_search_and_a_study_use_the_cluster_too(cluster, pretending, experimen
 
 def test_a_directory_that_a_node_cannot_see_is_refused(cluster, pretending, experiment, tmp_path, monkeypatch):
     def blind(path: str | None) -> tuple[dict[str, str], bool]:
-        from bestiary.config.machine import versions
+        from bestiary.config.versions import versions
 
         return versions(), False
 

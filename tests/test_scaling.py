@@ -1,4 +1,4 @@
-"""A cluster on paper and played through: each holds the other."""
+"""The analytic bound and the simulation of a cluster agree with each other."""
 
 import json
 import math
@@ -8,43 +8,43 @@ from itertools import pairwise
 import pytest
 
 from bestiary.bench.scaling.events import Clock, Link, Node, Server
-from bestiary.bench.scaling.model import Cluster, Measured, Point, SharedInference, bound, measured, read
+from bestiary.bench.scaling.model import Cluster, Measured, SharedInference, Throughput, bound, measured, read
 from bestiary.bench.scaling.plot import draw, one_machine, predict, saturation, scenarios
 from bestiary.bench.scaling.report import Settings, main
 from bestiary.bench.scaling.simulator import long_enough, simulate
 from bestiary.cli.main import main as bestiary
 from bestiary.errors import UserError
 
-ATARI = Measured(  # IMPALA, 32 consoles, 20 moves
+ATARI = Measured(  # IMPALA: 32 environments, unrolls of 20 steps
     envs=32,
     unroll=20,
-    frames_per_move=4,
+    frames_per_step=4,
     actor_seconds=0.35,
     trajectory_bytes=4.8e6,
     weights_bytes=6.4e6,
     add_seconds=0.004,
     sample_seconds=0.004,
     update_seconds=0.25,
-    batch_moves=640,
+    batch_transitions=640,
     cores=2,
 )
-# nothing takes long but what a test slows down
+# every part is fast, except those that a test makes slow
 FAST = replace(
     ATARI, add_seconds=1e-5, sample_seconds=1e-5, update_seconds=1e-4, trajectory_bytes=1e3, weights_bytes=1e3
 )
-SHARED = SharedInference(minimum=1, maximum=4)
+SHARED = SharedInference(min_requests=1, max_requests=4)
 UNROLL = 640 * 4  # frames
 
 
-# -- on paper --------------------------------------------------------------------------------------------------------
+# -- analytic bound --------------------------------------------------------------------------------------------------
 
 
-def test_one_actor_alone_takes_the_time_of_all_that_happens_to_its_unroll():
-    seconds = 0.35 + 0.004 + 4.8e6 / 1.25e9 + 1e-4 + 6.4e6 / 1.25e9 + 1e-4  # play, add, trajectory, weights
+def test_one_actor_takes_the_time_of_all_parts_of_its_unroll():
+    seconds = 0.35 + 0.004 + 4.8e6 / 1.25e9 + 1e-4 + 6.4e6 / 1.25e9 + 1e-4  # unroll, add, trajectory, weights
     assert bound(ATARI, Cluster(1)).capacity["actors"] == pytest.approx(UNROLL / seconds)
 
 
-def test_every_resource_has_the_capacity_of_its_seconds_per_unroll():
+def test_capacity_is_the_inverse_of_seconds_per_unroll():
     found = bound(ATARI, Cluster(1000, shards=4)).capacity
     assert found["learner"] == pytest.approx(UNROLL / 0.25)
     assert found["replay"] == pytest.approx(4 * UNROLL / 0.008)
@@ -53,27 +53,27 @@ def test_every_resource_has_the_capacity_of_its_seconds_per_unroll():
     assert found["cores"] == pytest.approx(8 * UNROLL / (0.25 + 0.008))
 
 
-def test_on_one_machine_all_share_its_cores_and_nothing_travels():
-    found = bound(replace(ATARI, learner_cores=2), Cluster(4, placement="together", cores=2)).capacity
+def test_processes_on_one_node_share_its_cores_and_need_no_network():
+    found = bound(replace(ATARI, learner_cores=2), Cluster(4, placement="single-node", cores=2)).capacity
     assert found["cores"] == pytest.approx(2 * UNROLL / (0.35 + 2 * 0.25 + 0.008))
     assert found["network"] == math.inf
 
 
-def test_shared_inference_brings_every_observation_to_the_learner_a_second_time():
+def test_shared_inference_sends_every_observation_a_second_time():
     own, shared = (bound(ATARI, Cluster(100, inference=choice)).capacity["network"] for choice in (None, SHARED))
     assert shared == pytest.approx(own / 2)
 
 
-def test_learning_often_from_every_move_costs_the_learner_and_the_replay():
-    often = bound(replace(ATARI, updates_per_move=8 / 640), Cluster(1000)).capacity
+def test_more_updates_per_step_cost_the_learner_and_the_replay():
+    often = bound(replace(ATARI, updates_per_step=8 / 640), Cluster(1000)).capacity
     assert often["learner"] == pytest.approx(UNROLL / (8 * 0.25))
     assert often["replay"] == pytest.approx(UNROLL / (0.004 + 8 * 0.004))
 
 
-# -- parts of the simulation -----------------------------------------------------------------------------------------
+# -- discrete-event simulation -----------------------------------------------------------------------------------------
 
 
-def test_processes_on_too_few_cores_slow_each_other_alike():
+def test_jobs_on_too_few_cores_all_slow_down_alike():
     clock, ended = Clock(), {}
     node = Node(clock, Cluster(1, cores=2))
     for name, seconds, cores in (("long", 3.0, 2), ("short", 1.0, 2)):
@@ -82,25 +82,25 @@ def test_processes_on_too_few_cores_slow_each_other_alike():
     assert ended == pytest.approx({"short": 2.0, "long": 4.0})  # both at half speed, then one alone
 
 
-def test_messages_pass_a_link_one_after_another():
+def test_a_link_transmits_one_message_at_a_time():
     clock = Clock()
     link = Link(clock, 100.0)
-    assert [link.take(50), link.take(50)] == [0.0, 0.5]
+    assert [link.transmit(50), link.transmit(50)] == [0.0, 0.5]
     clock.run(0.75)
-    assert link.used() == pytest.approx(0.75)
-    assert link.free == 1.0
+    assert link.busy_seconds() == pytest.approx(0.75)
+    assert link.free_at == 1.0
 
 
-def test_a_message_flows_through_both_links_at_once():
+def test_a_message_passes_both_links_at_the_same_time():
     clock, arrived = Clock(), []
-    here, there = (Node(clock, Cluster(1, link_bytes_per_second=100, link_latency_seconds=0.1)) for _ in range(2))
+    sender, receiver = (Node(clock, Cluster(1, link_bytes_per_second=100, link_latency_seconds=0.1)) for _ in range(2))
     for _ in range(2):
-        here.send(there, 50, lambda: arrived.append(clock.now))
+        sender.send(receiver, 50, lambda: arrived.append(clock.now))
     clock.run(5)
     assert arrived == pytest.approx([0.6, 1.1])
 
 
-def test_a_server_does_one_thing_after_another():
+def test_a_server_works_on_one_job_at_a_time():
     clock, ended = Clock(), []
     server = Server(Node(clock, Cluster(1)))
     for _ in range(3):
@@ -110,18 +110,18 @@ def test_a_server_does_one_thing_after_another():
     assert server.work == 2.0
 
 
-# -- the simulation is held to the paper -----------------------------------------------------------------------------
+# -- the simulation agrees with the bound -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("placement", ["together", "beside", "apart"])
-def test_one_actor_does_what_the_paper_says(placement):
+@pytest.mark.parametrize("placement", ["single-node", "learner", "own-nodes"])
+def test_one_actor_reaches_the_bound(placement):
     cluster = Cluster(1, placement=placement)
     found = simulate(ATARI, cluster)
     assert found.frames_per_second == pytest.approx(bound(ATARI, cluster).frames_per_second, rel=0.02)
     assert found.bottleneck == bound(ATARI, cluster).bottleneck == "actors"
 
 
-SLOW = {  # everything is fast but one thing
+SLOW = {  # every resource is fast except one
     "actors": (FAST, Cluster(16)),
     "learner": (replace(FAST, update_seconds=0.2), Cluster(16)),
     "replay": (replace(FAST, add_seconds=0.1, sample_seconds=0.1), Cluster(16)),
@@ -135,34 +135,34 @@ SLOW = {  # everything is fast but one thing
 
 
 @pytest.mark.parametrize("name", SLOW)
-def test_whatever_alone_is_slow_is_the_bottleneck(name):
-    found, paper = simulate(*SLOW[name]), bound(*SLOW[name])
-    assert (found.bottleneck, paper.bottleneck) == (name, name)
-    assert found.frames_per_second == pytest.approx(paper.frames_per_second, rel=0.05)
+def test_the_only_slow_resource_is_the_bottleneck(name):
+    found, limit = simulate(*SLOW[name]), bound(*SLOW[name])
+    assert (found.bottleneck, limit.bottleneck) == (name, name)
+    assert found.frames_per_second == pytest.approx(limit.frames_per_second, rel=0.05)
     used = max(value for resource, value in found.utilisation.items() if resource.startswith(name))
     assert used == pytest.approx(1, abs=0.05)
 
 
 @pytest.mark.parametrize("link", ["trajectories", "weights", "batches", "requests"])
-def test_each_kind_of_message_can_fill_a_link(link):
+def test_each_kind_of_message_can_saturate_a_link(link):
     m, c = {
         "trajectories": (
-            replace(FAST, trajectory_bytes=1e8, updates_per_move=0.25 / 640),
-            Cluster(16, placement="apart"),
+            replace(FAST, trajectory_bytes=1e8, updates_per_step=0.25 / 640),
+            Cluster(16, placement="own-nodes"),
         ),
         "weights": (replace(FAST, weights_bytes=1e9), Cluster(16)),
-        "batches": (replace(FAST, trajectory_bytes=1e7, updates_per_move=8 / 640), Cluster(16, placement="apart")),
+        "batches": (replace(FAST, trajectory_bytes=1e7, updates_per_step=8 / 640), Cluster(16, placement="own-nodes")),
         "requests": (replace(FAST, trajectory_bytes=1e8, environment_seconds=0.1), Cluster(16, inference=SHARED)),
     }[link]
-    found, paper = simulate(m, c), bound(m, c)
-    assert found.bottleneck == paper.bottleneck == "network"
-    assert found.frames_per_second == pytest.approx(paper.frames_per_second, rel=0.05)
+    found, limit = simulate(m, c), bound(m, c)
+    assert found.bottleneck == limit.bottleneck == "network"
+    assert found.frames_per_second == pytest.approx(limit.frames_per_second, rel=0.05)
     side = "network out" if link == "weights" else "network in"
     assert found.utilisation[side] > 0.95
 
 
 @pytest.mark.parametrize("name", ["learner", "replay", "network"])
-def test_a_thousand_actors_reach_the_bound_of_what_saturates(name):
+def test_a_thousand_actors_reach_the_bound_of_the_bottleneck(name):
     m, c = SLOW[name]
     c = replace(c, actors=1000)
     found = simulate(m, c, long_enough(m, c, 6))
@@ -171,37 +171,38 @@ def test_a_thousand_actors_reach_the_bound_of_what_saturates(name):
 
 
 CLUSTERS = scenarios(ATARI, Cluster(1)) | {
-    "replay twice": (replace(ATARI, updates_per_move=2 / 640, update_seconds=0.01), Cluster(1, shards=2)),
-    "batches of four": (replace(ATARI, batch_moves=4 * 640, update_seconds=0.1), Cluster(1, queue=1)),
+    "two updates per step": (replace(ATARI, updates_per_step=2 / 640, update_seconds=0.01), Cluster(1, shards=2)),
+    "batches of four": (replace(ATARI, batch_transitions=4 * 640, update_seconds=0.1), Cluster(1, queue=1)),
     "two in flight": (replace(ATARI, update_seconds=0.01), Cluster(1, in_flight=2, link_bytes_per_second=1.25e8)),
-    "some wake": (replace(ATARI, update_seconds=0.01), Cluster(1, wake="some")),
-    "uneven": (replace(ATARI, actor_spread=0.5, update_seconds=0.01), Cluster(1)),
-    "together": (ATARI, Cluster(1, placement="together", cores=2)),
+    "wake some": (replace(ATARI, update_seconds=0.01), Cluster(1, wake="some")),
+    "high variation": (replace(ATARI, actor_variation=0.5, update_seconds=0.01), Cluster(1)),
+    "single-node": (ATARI, Cluster(1, placement="single-node", cores=2)),
     "inference": (replace(ATARI, environment_seconds=0.1, inference_seconds=0.01), Cluster(1, inference=SHARED)),
 }
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_no_simulation_beats_the_paper_and_no_move_is_lost(name):
+def test_no_simulation_exceeds_the_bound_or_loses_a_transition(name):
     m, c = CLUSTERS[name]
     for actors in (1, 5, 30):
         cluster = replace(c, actors=actors)
         found = simulate(m, cluster)
-        assert 0 < found.frames_per_second < 1.015 * bound(m, cluster).frames_per_second  # unrolls are of chance length
-        assert found.produced == pytest.approx(found.learnt + found.waiting)
-        assert found.produced > 100 * m.moves
+        limit = 1.015 * bound(m, cluster).frames_per_second  # the durations of unrolls are random
+        assert 0 < found.frames_per_second < limit
+        assert found.collected == pytest.approx(found.learned + found.waiting)
+        assert found.collected > 100 * m.transitions
         assert all(0 <= value <= 1 for value in found.utilisation.values())
 
 
 @pytest.mark.parametrize("name", scenarios(ATARI, Cluster(1)))
-def test_more_actors_never_make_less_where_they_bring_their_own_cores(name):
+def test_more_actors_on_cores_of_their_own_never_reduce_throughput(name):
     m, c = scenarios(ATARI, Cluster(1, wake="some"))[name]
     rates = [row.simulated for row in predict(m, c, (1, 4, 16, 64, 256), rounds=8)]
     assert all(more > 0.9 * fewer for fewer, more in pairwise(rates)), rates
     assert rates[-1] > 1.5 * rates[0]
 
 
-def test_the_same_seed_gives_the_same_figures_and_another_gives_others():
+def test_equal_seeds_give_equal_results_and_other_seeds_others():
     first, again, other = (simulate(FAST, Cluster(3), 100, seed) for seed in (0, 0, 1))
     assert first == again
     assert first.frames_per_second != other.frames_per_second
@@ -211,59 +212,59 @@ def test_the_same_seed_gives_the_same_figures_and_another_gives_others():
 # -- lag and back-pressure -------------------------------------------------------------------------------------------
 
 
-def most_lag(m: Measured, c: Cluster) -> float:
-    """What shards may owe, what may be in flight or on its way to the learner, and what is learnt meanwhile."""
+def largest_lag(m: Measured, c: Cluster) -> float:
+    """Updates due in shards, for unrolls in flight and for prefetched batches, and updates during an unroll."""
     unrolls = c.shards * (c.queue + 1) + c.actors * c.in_flight
     slow = 2 * (m.actor_seconds + 0.1) / m.update_seconds
-    return unrolls * m.moves / m.moves_per_update + c.prefetch + 1 + slow
+    return unrolls * m.transitions / m.steps_per_update + c.prefetch + 1 + slow
 
 
 @pytest.mark.parametrize(
     "cluster", [Cluster(32), Cluster(32, shards=4), Cluster(32, in_flight=3), Cluster(32, queue=64)]
 )
-def test_lag_is_small_while_the_learner_keeps_up_and_then_bounded_by_back_pressure(cluster):
+def test_back_pressure_bounds_the_policy_lag(cluster):
     keeps_up, slow = replace(ATARI, update_seconds=0.001), replace(ATARI, update_seconds=0.1)
-    little, much = simulate(keeps_up, replace(cluster, actors=2)), simulate(slow, cluster)
-    assert little.lag < 3 * cluster.in_flight
-    assert much.utilisation["learner"] > 0.97
-    assert much.lag > 10
-    assert much.lag <= much.lag_max <= most_lag(slow, cluster)
+    unsaturated, saturated = simulate(keeps_up, replace(cluster, actors=2)), simulate(slow, cluster)
+    assert unsaturated.lag < 3 * cluster.in_flight
+    assert saturated.utilisation["learner"] > 0.97
+    assert saturated.lag > 10
+    assert saturated.lag <= saturated.lag_max <= largest_lag(slow, cluster)
 
 
-def test_a_longer_queue_means_older_data_and_no_more_frames_once_the_learner_is_busy():
+def test_a_longer_queue_only_adds_lag_once_the_learner_is_saturated():
     short, long = (simulate(ATARI, Cluster(16, queue=queue)) for queue in (8, 64))
     assert long.lag > short.lag + 40
     assert long.frames_per_second == pytest.approx(short.frames_per_second, rel=0.01)
 
 
-def test_waking_a_few_actors_keeps_lag_from_growing_with_their_number():
+def test_waking_a_few_actors_keeps_the_lag_independent_of_their_number():
     everyone, few = (simulate(ATARI, Cluster(300, wake=wake)) for wake in ("all", "some"))
     assert everyone.lag > 100
     assert few.lag < 30
     assert few.frames_per_second >= 0.99 * everyone.frames_per_second
 
 
-def test_a_batch_of_more_trajectories_than_a_queue_may_hold_still_comes_together():
-    found = simulate(replace(ATARI, batch_moves=10 * 640), Cluster(2, queue=1))
-    assert found.learnt > 0
+def test_a_batch_may_need_more_trajectories_than_the_queue_allows():
+    found = simulate(replace(ATARI, batch_transitions=10 * 640), Cluster(2, queue=1))
+    assert found.learned > 0
 
 
-def test_two_unrolls_in_flight_hide_the_way_to_the_replay():
+def test_two_unrolls_in_flight_hide_the_transfer_to_the_replay():
     slow = replace(ATARI, update_seconds=0.01)
     one, two = (simulate(slow, Cluster(1, in_flight=n, link_bytes_per_second=2e7)) for n in (1, 2))
     assert two.frames_per_second > 1.2 * one.frames_per_second
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_without_batches_on_their_way_the_learner_waits_for_each(prefetch):
+def test_prefetched_batches_hide_sampling_from_the_learner(prefetch):
     m = replace(FAST, update_seconds=0.1, sample_seconds=0.3)
     cluster = Cluster(16, shards=8, prefetch=prefetch)
-    found, paper = simulate(m, cluster), bound(m, cluster)
-    assert paper.frames_per_second == pytest.approx(UNROLL * (prefetch + 1) / 0.4)
-    assert found.frames_per_second == pytest.approx(paper.frames_per_second, rel=0.02)
+    found, limit = simulate(m, cluster), bound(m, cluster)
+    assert limit.frames_per_second == pytest.approx(UNROLL * (prefetch + 1) / 0.4)
+    assert found.frames_per_second == pytest.approx(limit.frames_per_second, rel=0.02)
 
 
-def test_inference_waits_for_its_minimum_no_longer_than_the_timeout():
+def test_an_inference_batch_waits_no_longer_than_its_timeout():
     m = replace(FAST, environment_seconds=0.02, inference_seconds=0.001)
     one, two = (Cluster(n, inference=SharedInference(2, 16, 0.05)) for n in (1, 2))
     alone, pair = simulate(m, one, 50), simulate(m, two, 50)
@@ -273,53 +274,53 @@ def test_inference_waits_for_its_minimum_no_longer_than_the_timeout():
     assert pair.frames_per_second > 4 * alone.frames_per_second
 
 
-# -- figures, table, picture -----------------------------------------------------------------------------------------
+# -- files, table, figure -----------------------------------------------------------------------------------------
 
 
-def figures(tmp_path, **more):
+def write_measurements(tmp_path, **changes):
     path = tmp_path / "cluster.json"
     points = [{"actors": 1, "frames_per_second": 7000.0}, {"actors": 2, "frames_per_second": 8000}]
-    path.write_text(json.dumps({"measured": asdict(ATARI), "points": points} | more))
+    path.write_text(json.dumps({"measured": asdict(ATARI), "points": points} | changes))
     return path
 
 
-def test_figures_survive_a_file(tmp_path):
-    assert read(figures(tmp_path)) == (ATARI, [Point(1, 7000.0), Point(2, 8000)])
+def test_measurements_can_be_written_and_read(tmp_path):
+    assert read(write_measurements(tmp_path)) == (ATARI, [Throughput(1, 7000.0), Throughput(2, 8000)])
     assert measured(asdict(ATARI)) == ATARI
 
 
-def changed(**more):
-    return asdict(ATARI) | more
+def changed(**changes):
+    return asdict(ATARI) | changes
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("changes", "message"),
     [
         ({"measured": changed(update_seconds=0)}, "update_seconds=0 must be positive"),
         ({"measured": changed(add_seconds=-1)}, "add_seconds=-1 must be at least 0"),
         ({"measured": changed(actor_seconds=float("nan"))}, "actor_seconds=nan must be positive"),
         ({"measured": changed(envs="many")}, "envs of .* cannot be 'many'"),
-        ({"measured": changed(updat_seconds=1)}, "unknown figure 'updat_seconds': did you mean update_seconds"),
-        ({"measured": {"envs": 32}}, "lacks unroll, frames_per_move, actor_seconds"),
-        ({"measured": []}, "has no figures"),
+        ({"measured": changed(updat_seconds=1)}, "unknown measurement 'updat_seconds': did you mean update_seconds"),
+        ({"measured": {"envs": 32}}, "lacks unroll, frames_per_step, actor_seconds"),
+        ({"measured": []}, "has no measurements"),
         ({"points": [{"actors": 0, "frames_per_second": 1}]}, "positive actors and frames_per_second"),
         ({"points": [{"actors": 1}]}, "positive actors and frames_per_second"),
         ({"points": [3]}, "positive actors and frames_per_second"),
         ({"points": 3}, "positive actors and frames_per_second"),
     ],
 )
-def test_bad_figures_are_refused_in_one_sentence(tmp_path, more, words):
-    with pytest.raises(UserError, match=words) as told:
-        read(figures(tmp_path, **more))
-    assert "\n" not in str(told.value)
+def test_invalid_measurements_are_refused_in_one_sentence(tmp_path, changes, message):
+    with pytest.raises(UserError, match=message) as error:
+        read(write_measurements(tmp_path, **changes))
+    assert "\n" not in str(error.value)
 
 
-def test_a_file_that_is_not_there_or_not_json_is_told_so(tmp_path):
-    with pytest.raises(UserError, match=r"bestiary bench cluster --json .* makes it"):
+def test_a_missing_or_broken_file_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"bestiary bench cluster --json .* writes it"):
         read(tmp_path / "none.json")
-    (tmp_path / "odd.json").write_text("{")
-    with pytest.raises(UserError, match=r"odd\.json cannot be read"):
-        read(tmp_path / "odd.json")
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(UserError, match=r"broken\.json cannot be read"):
+        read(tmp_path / "broken.json")
 
 
 @pytest.mark.parametrize("wrong", [{"actors": 0}, {"cores": 0}, {"link_bytes_per_second": -1.0}, {"queue": 0}])
@@ -328,8 +329,8 @@ def test_an_impossible_cluster_is_refused(wrong):
         Cluster(**{"actors": 1} | wrong)
 
 
-def test_impossible_batching_and_no_time_are_refused():
-    with pytest.raises(UserError, match="minimum=9 must be at most maximum=8"):
+def test_impossible_batch_sizes_and_durations_are_refused():
+    with pytest.raises(UserError, match="min_requests=9 must be at most max_requests=8"):
         SharedInference(9, 8)
     with pytest.raises(UserError, match="seconds=0 must be positive"):
         simulate(ATARI, Cluster(1), 0)
@@ -337,23 +338,24 @@ def test_impossible_batching_and_no_time_are_refused():
         main(Settings(rounds=0))
 
 
-def test_measured_points_are_compared_with_a_machine_of_as_many_cores():
+def test_measurements_are_compared_with_a_node_of_equal_cores():
     m, c = one_machine(ATARI, Cluster(1, cores=8, queue=5))
-    assert (c.cores, c.placement, c.queue) == (2, "together", 5)
+    assert (c.cores, c.placement, c.queue) == (2, "single-node", 5)
     assert bound(m, replace(c, actors=9)).bottleneck == "cores"
 
 
-def test_saturation_is_where_the_paper_stops_naming_actors():
+def test_saturation_starts_where_actors_stop_being_the_bottleneck():
     m, c = scenarios(ATARI, Cluster(1))["10 Gbit/s, learner 10x"]
     actors, limit = saturation(m, c) or (0, "")
     assert limit == bound(m, replace(c, actors=actors)).bottleneck == "learner"
     assert bound(m, replace(c, actors=actors - 1)).bottleneck == "actors"
-    assert saturation(m, c, most=actors - 1) is None
+    assert saturation(m, c, max_actors=actors - 1) is None
 
 
-def test_the_command_prints_measured_beside_simulated_and_what_is_used_most(tmp_path, capsys):
+def test_the_command_prints_measurements_predictions_and_bottlenecks(tmp_path, capsys):
     out = tmp_path / "out.json"
-    assert bestiary(["bench", "scaling", "--figures", str(figures(tmp_path)), "--rounds", "2", "--json", str(out)]) == 0
+    args = ["--measurements", str(write_measurements(tmp_path)), "--rounds", "2", "--json", str(out)]
+    assert bestiary(["bench", "scaling", *args]) == 0
     text = capsys.readouterr().out
     line = next(line for line in text.splitlines() if "1 Gbit/s " in line and " 1,000 " in line)
     assert [cell.strip() for cell in line.split("|")][3:6] == ["10,240", "10,240", "learner"]
@@ -363,13 +365,13 @@ def test_the_command_prints_measured_beside_simulated_and_what_is_used_most(tmp_
     assert f"{machine[0]['simulated'] / 7000:.2f}" in row
 
 
-def test_the_picture_is_drawn_where_it_was_asked_for(tmp_path):
+def test_the_figure_is_written_to_the_given_path(tmp_path):
     pytest.importorskip("matplotlib")
     found = {name: predict(*pair, (1, 1000), rounds=1) for name, pair in scenarios(ATARI, Cluster(1)).items()}
-    draw(ATARI, [Point(1, 7000.0)], tmp_path / "new" / "scaling.png", found=found)
+    draw(ATARI, [Throughput(1, 7000.0)], tmp_path / "new" / "scaling.png", found=found)
     assert (tmp_path / "new" / "scaling.png").stat().st_size > 10_000
 
 
-def test_a_picture_that_cannot_be_is_refused_before_any_work(tmp_path):
+def test_a_figure_of_unknown_format_is_refused_before_any_work(tmp_path):
     with pytest.raises(UserError, match=r"must end in \.png or \.svg"):
-        main(Settings(figures=tmp_path / "never read", out=tmp_path / "scaling.pdf"))
+        main(Settings(measurements=tmp_path / "never read", out=tmp_path / "scaling.pdf"))

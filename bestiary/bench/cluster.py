@@ -1,4 +1,4 @@
-"""What a cluster costs: the same experiment on the same cores, by Ray and in one process, and where the time goes."""
+"""`bestiary bench cluster`: throughput of the Ray runtime and of one process on the same cores, and its costs."""
 
 import statistics
 import time
@@ -27,23 +27,25 @@ class Settings:
     """bestiary bench cluster"""
 
     game: str = "Pong"
+    """Atari game"""
     envs: int = 32
-    """environments in all, and trajectories per update"""
+    """environments in total, and trajectories per update"""
     unroll: int = 20
-    """T"""
+    """T: steps of each environment in a trajectory"""
     actors: tuple[int, ...] = (1, 2)
-    """how many share the environments; each number is measured"""
+    """numbers of actors, which divide the environments among them"""
     points: tuple[int, ...] = (1, 2, 4)
-    """actors with all the environments each, for `bestiary bench scaling` to be held to"""
+    """numbers of actors with `envs` environments each, to check `bestiary bench scaling` against"""
     shared: bool = True
-    """measure inference shared by all actors too"""
+    """measure shared inference too"""
     rounds: int = 5
-    """turns of each side"""
+    """number of measurements of each runtime, in turn; their median is reported"""
     seconds: float = 8.0
-    """of a turn"""
+    """duration of a measurement, in seconds"""
 
 
 def atari(cfg: Settings, runtime: Local | Overlap | Ray) -> Experiment:
+    """The experiment that is measured: IMPALA with the shallow network."""
     base = preset("impala-shallow")
     return replace(
         base,
@@ -54,38 +56,39 @@ def atari(cfg: Settings, runtime: Local | Overlap | Ray) -> Experiment:
     )
 
 
-def sides(cfg: Settings) -> dict[str, Local | Overlap | Ray]:
-    """The same environments on the same cores."""
+def runtimes(cfg: Settings) -> dict[str, Local | Overlap | Ray]:
+    """The runtimes to compare, with the same environments on the same cores."""
     found: dict[str, Local | Overlap | Ray] = {
         "one process": Local(envs=cfg.envs),
         "one process, two threads": Overlap(envs=cfg.envs),
     }
-    for many in cfg.actors:
-        cpus = max(0.1, (cores() - 1) / many)
-        common = Ray(actors=many, envs=cfg.envs // many, actor_cpus=cpus, threads=None)
-        found[f"Ray, {many} actor{'s' * (many > 1)}"] = common
+    for actors in cfg.actors:
+        cpus = max(0.1, (cores() - 1) / actors)
+        common = Ray(actors=actors, envs=cfg.envs // actors, actor_cpus=cpus, threads=None)
+        name = f"Ray, {actors} actor{'s' * (actors > 1)}"
+        found[name] = common
         if cfg.shared:
-            share = max(0.1, (cores() - 1) / (many + 1))
-            found[f"Ray, {many}, inference shared"] = replace(
-                common, inference="shared", actor_cpus=share, min_batch=cfg.envs
+            cpus = max(0.1, (cores() - 1) / (actors + 1))
+            found[f"{name}, shared inference"] = replace(
+                common, inference="shared", actor_cpus=cpus, min_batch=cfg.envs
             )
     return found
 
 
 def steps_per_second(loop: Iterator[Progress], seconds: float) -> tuple[float, dict[str, float]]:
-    """Agent steps a second until so much time has passed, and what was told last."""
+    """Agent steps per second during so many seconds, and the last metrics."""
     first = next(loop)
-    started, told = time.perf_counter(), {}
+    started, metrics = time.perf_counter(), {}
     while True:
         progress = next(loop)
-        told = progress.metrics or told
+        metrics = progress.metrics or metrics
         passed = time.perf_counter() - started
         if passed >= seconds:
-            return (progress.steps - first.steps) / passed, told
+            return (progress.steps - first.steps) / passed, metrics
 
 
-def parts(cfg: Settings) -> dict[str, float]:
-    """Seconds of each part alone, with nothing else running: an unroll, an update, and what the way between costs."""
+def time_parts(cfg: Settings) -> dict[str, float]:
+    """Seconds of an unroll, an update and each transfer between them, measured while nothing else runs."""
     import ray
 
     from bestiary.runtime.ray.wire import WeightsCodec, pack, unpack
@@ -99,44 +102,44 @@ def parts(cfg: Settings) -> dict[str, float]:
         batch = Batch(trajectory)
         learner.update(batch)
 
-        def travel() -> None:
+        def transfer() -> None:
             unpack(ray.get(ray.put(packed)))
 
-        measured = medians(
+        seconds = medians(
             {
                 "actor_seconds": runtime.actor.unroll,
                 "update_seconds": lambda: learner.update(batch),
                 "pack_seconds": lambda: pack(trajectory),
-                "travel_seconds": travel,
+                "transfer_seconds": transfer,
                 "weights_seconds": lambda: codec.decode(ray.get(ray.put(weights))),
             },
             3 * cfg.rounds,
         )
         sizes = {"trajectory_bytes": float(tree.size(trajectory)), "weights_bytes": float(weights.nbytes)}
-    return measured | sizes
+    return seconds | sizes
 
 
 def main(cfg: Settings) -> dict[str, Any]:
-    """Sides are measured in turn, each in a cluster of its own, and compared by their medians."""
+    """Measure the runtimes in turn, those of Ray in a new cluster each time, and compare their medians."""
     from bestiary.config.extras import require
     from bestiary.runtime.ray.cluster import connect, disconnect
 
     require("ray", "ray")
     connect(None, 2**28)
     try:
-        alone = parts(cfg)
+        parts = time_parts(cfg)
     finally:
         disconnect()
-    chosen = sides(cfg)
+    chosen = runtimes(cfg)
     speeds: dict[str, list[float]] = {name: [] for name in chosen}
-    told: dict[str, dict[str, float]] = {}
+    metrics: dict[str, dict[str, float]] = {}
     for _ in range(cfg.rounds):
         for name, runtime in chosen.items():
             experiment = atari(cfg, runtime)
             with closing(start(experiment)) as running:
                 loop = iter(running)
                 next(loop)
-                speed, told[name] = steps_per_second(loop, cfg.seconds)
+                speed, metrics[name] = steps_per_second(loop, cfg.seconds)
                 speeds[name].append(speed)
             torch.set_num_threads(cores())
     found = {name: statistics.median(values) for name, values in speeds.items()}
@@ -146,56 +149,56 @@ def main(cfg: Settings) -> dict[str, Any]:
         title_justify="left",
         box=None,
     )
-    for column in ("runtime", "steps/s", "spread", "of the better one without Ray", "lag", "learner idle"):
+    for column in ("runtime", "steps/s", "spread", "of the best without Ray", "lag", "learner idle"):
         table.add_column(column, justify="left" if column == "runtime" else "right")
     for name, speed in found.items():
         spread = f"{min(speeds[name]):,.0f} to {max(speeds[name]):,.0f}"
-        idle = told[name].get("learner_idle")
-        lag = told[name].get("policy_lag", 0.0)
+        idle = metrics[name].get("learner_idle")
+        lag = metrics[name].get("policy_lag", 0.0)
         table.add_row(
             name, f"{speed:,.0f}", spread, f"{100 * speed / best:.0f}%", f"{lag:.1f}",
             "" if idle is None else f"{100 * idle:.0f}%",
         )  # fmt: skip
     Console(width=120).print(table)
-    spent = Table(title="milliseconds of the parts alone, one thread", title_justify="left", box=None)
+    costs = Table(title="milliseconds of each part alone, one thread", title_justify="left", box=None)
     for column in ("part", "ms"):
-        spent.add_column(column, justify="left" if column == "part" else "right")
-    for name, seconds in alone.items():
+        costs.add_column(column, justify="left" if column == "part" else "right")
+    for name, seconds in parts.items():
         if name.endswith("_seconds"):
-            spent.add_row(name.removesuffix("_seconds"), f"{1000 * seconds:.1f}")
-    Console(width=110).print(spent)
+            costs.add_row(name.removesuffix("_seconds"), f"{1000 * seconds:.1f}")
+    Console(width=110).print(costs)
     return {
         "steps_per_second": found,
         "spread": speeds,
-        "told": told,
-        "parts": alone,
-        "measured": measured(cfg, alone),
-        "points": [{"actors": many, "frames_per_second": 4 * point(cfg, many)} for many in cfg.points],
+        "metrics": metrics,
+        "parts": parts,
+        "measured": measured(cfg, parts),
+        "points": [{"actors": n, "frames_per_second": 4 * throughput(cfg, n)} for n in cfg.points],
         "settings": asdict(cfg),
     }
 
 
-def point(cfg: Settings, many: int) -> float:
-    """Agent steps a second of so many actors with all the environments each."""
-    runtime = Ray(actors=many, envs=cfg.envs, actor_cpus=max(0.1, (cores() - 1) / many))
+def throughput(cfg: Settings, actors: int) -> float:
+    """Agent steps per second with a number of actors that have `envs` environments each."""
+    runtime = Ray(actors=actors, envs=cfg.envs, actor_cpus=max(0.1, (cores() - 1) / actors))
     with closing(start(atari(cfg, runtime))) as running:
         loop = iter(running)
         next(loop)
         return steps_per_second(loop, 2 * cfg.seconds)[0]
 
 
-def measured(cfg: Settings, alone: dict[str, float]) -> dict[str, Any]:
-    """What the model of larger clusters needs (`bestiary bench scaling`): for actors with all the environments each."""
+def measured(cfg: Settings, parts: dict[str, float]) -> dict[str, Any]:
+    """The input of `bestiary bench scaling`, for actors with `envs` environments each."""
     return {
         "envs": cfg.envs,
         "unroll": cfg.unroll,
-        "frames_per_move": 4,
-        "batch_moves": cfg.envs * cfg.unroll,
+        "frames_per_step": 4,
+        "batch_transitions": cfg.envs * cfg.unroll,
         "cores": cores(),
-        "actor_seconds": alone["actor_seconds"] + alone["pack_seconds"],
-        "trajectory_bytes": alone["trajectory_bytes"],
-        "weights_bytes": alone["weights_bytes"],
-        "add_seconds": alone["travel_seconds"],
-        "sample_seconds": alone["travel_seconds"],
-        "update_seconds": alone["update_seconds"],
+        "actor_seconds": parts["actor_seconds"] + parts["pack_seconds"],
+        "trajectory_bytes": parts["trajectory_bytes"],
+        "weights_bytes": parts["weights_bytes"],
+        "add_seconds": parts["transfer_seconds"],
+        "sample_seconds": parts["transfer_seconds"],
+        "update_seconds": parts["update_seconds"],
     }

@@ -1,10 +1,8 @@
-"""The machine: memory allocator, device, CPU threads, free memory, and versions of installed packages."""
+"""The machine: memory allocator, device, CPU threads and free memory."""
 
 import ctypes
 import os
-import platform
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -85,14 +83,3 @@ def check_memory(needed: int, capacity: int) -> None:
             f"algo.capacity={capacity} needs {needed / 2**30:.1f} GiB of memory, of which {free / 2**30:.1f} are free: "
             f"lower it to {int(0.9 * capacity * free / needed)} or less"
         )
-
-
-def versions() -> dict[str, str]:
-    """Versions of everything that can change a result."""
-    found: dict[str, str] = {"python": platform.python_version(), "platform": platform.platform()}
-    for package in ("bestiary", "torch", "numpy", "gymnasium", "ale-py", "box2d", "envpool", "tyro", "safetensors"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found

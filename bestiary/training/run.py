@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from bestiary.config.experiment import Experiment, load_experiment
-from bestiary.config.machine import versions
+from bestiary.config.versions import versions
 from bestiary.errors import UserError
 from bestiary.training import checkpoint
 from bestiary.training.checkpoint import BadCheckpoint, Checkpoint

@@ -1,4 +1,4 @@
-"""Time that jumps from event to event: machines with cores and links, and processes that do one thing after another."""
+"""Discrete-event simulation: a clock, nodes with cores and network links, and servers that process jobs in turn."""
 
 import heapq
 import itertools
@@ -8,118 +8,125 @@ from functools import partial
 
 from bestiary.bench.scaling.model import Cluster
 
-Then = Callable[[], object]  # what happens next
+Callback = Callable[[], object]
 
 
 class Clock:
-    def __init__(self) -> None:
-        self.now, self.events, self.order = 0.0, list[tuple[float, int, Then]](), itertools.count()
+    """Simulated time in seconds, which advances from event to event."""
 
-    def at(self, when: float, then: Then) -> None:
-        heapq.heappush(self.events, (when, next(self.order), then))
+    def __init__(self) -> None:
+        self.now, self.events, self.order = 0.0, list[tuple[float, int, Callback]](), itertools.count()
+
+    def at(self, when: float, callback: Callback) -> None:
+        """Schedule a callback; callbacks of the same time run in the order in which they were scheduled."""
+        heapq.heappush(self.events, (when, next(self.order), callback))
 
     def run(self, until: float) -> None:
         while self.events and self.events[0][0] <= until:
-            self.now, _, then = heapq.heappop(self.events)
-            then()
+            self.now, _, callback = heapq.heappop(self.events)
+            callback()
         self.now = until
 
 
 class Link:
-    """One direction of a machine's network: messages pass in the order in which they come."""
+    """One direction of a node's network link, which transmits messages in the order of their arrival."""
 
     def __init__(self, clock: Clock, bytes_per_second: float) -> None:
-        self.clock, self.speed, self.free, self.work = clock, bytes_per_second, 0.0, 0.0
+        self.clock, self.bandwidth, self.free_at, self.work = clock, bytes_per_second, 0.0, 0.0
 
-    def take(self, size: float) -> float:
-        """When this message begins to pass; it has passed at `free`."""
-        start = max(self.clock.now, self.free)
-        self.free = start + size / self.speed
-        self.work += size / self.speed
+    def transmit(self, size: float) -> float:
+        """Queue a message; returns when its transmission starts. It ends at `free_at`."""
+        start = max(self.clock.now, self.free_at)
+        self.free_at = start + size / self.bandwidth
+        self.work += size / self.bandwidth
         return start
 
-    def used(self) -> float:
-        return self.work - max(0.0, self.free - self.clock.now)
+    def busy_seconds(self) -> float:
+        """Time spent transmitting so far."""
+        return self.work - max(0.0, self.free_at - self.clock.now)
 
 
 class Node:
-    """A machine. When more cores are asked for than it has, all that runs there is slowed alike."""
+    """A machine with processor sharing: if jobs request more cores than it has, all of them slow down alike."""
 
     def __init__(self, clock: Clock, c: Cluster) -> None:
         self.clock, self.cores, self.latency = clock, c.cores, c.link_latency_seconds
         self.inward, self.outward = (Link(clock, c.link_bytes_per_second) for _ in range(2))
-        self.jobs: list[tuple[float, int, float, Then]] = []  # (progress at which it is done, order, cores, then)
+        self.jobs: list[tuple[float, int, float, Callback]] = []  # (progress at its end, order, cores, callback)
         self.order = itertools.count()
-        self.progress = self.seen = self.asked = self.work = 0.0  # progress: seconds that a job here has advanced
-        self.wakes = 0
-        self.version = -1  # of the weights here
-        self.fetching: list[Then] | None = None
+        self.progress = 0.0  # seconds of work that every job on this node would have done since the start
+        self.advanced_at = self.requested = self.work = 0.0  # cores requested; core-seconds of work
+        self.plans = 0
+        self.version = -1  # of the weights on this node
+        self.fetching: list[Callback] | None = None  # callbacks that wait for weights under way
 
-    def run(self, seconds: float, cores: float, then: Then) -> None:
+    def run(self, seconds: float, cores: float, callback: Callback) -> None:
+        """Start a job that takes so many seconds if the node is not overloaded."""
         self.advance()
-        heapq.heappush(self.jobs, (self.progress + seconds, next(self.order), cores, then))
-        self.asked += cores
+        heapq.heappush(self.jobs, (self.progress + seconds, next(self.order), cores, callback))
+        self.requested += cores
         self.work += seconds * cores
         self.plan()
 
     @property
     def speed(self) -> float:
-        return min(1.0, self.cores / self.asked) if self.jobs else 1.0
+        return min(1.0, self.cores / self.requested) if self.jobs else 1.0
 
     def advance(self) -> None:
-        self.progress += (self.clock.now - self.seen) * self.speed
-        self.seen = self.clock.now
+        self.progress += (self.clock.now - self.advanced_at) * self.speed
+        self.advanced_at = self.clock.now
 
     def plan(self) -> None:
-        """The next job to end; whatever was planned before is void."""
-        self.wakes += 1
+        """Schedule the end of the next job; earlier plans become void."""
+        self.plans += 1
         if self.jobs:
             wait = max(0.0, self.jobs[0][0] - self.progress) / self.speed
-            self.clock.at(self.clock.now + wait, partial(self.wake, self.wakes))
+            self.clock.at(self.clock.now + wait, partial(self.finish, self.plans))
 
-    def wake(self, planned: int) -> None:
-        if planned != self.wakes:
+    def finish(self, plan: int) -> None:
+        if plan != self.plans:
             return
         self.advance()
-        _, _, cores, then = heapq.heappop(self.jobs)
-        self.asked -= cores
+        _, _, cores, callback = heapq.heappop(self.jobs)
+        self.requested -= cores
         self.plan()
-        then()
+        callback()
 
-    def send(self, target: "Node", size: float, then: Then) -> None:
-        """A message flows through both links at once, after waiting for the first and then for the second."""
+    def send(self, target: "Node", size: float, callback: Callback) -> None:
+        """Send a message. It waits for this node's link, then for the target's, and passes both at the same time."""
         if target is self:
-            then()
+            callback()
             return
 
         def arrive() -> None:
-            target.inward.take(size)
-            self.clock.at(target.inward.free, then)
+            target.inward.transmit(size)
+            self.clock.at(target.inward.free_at, callback)
 
-        self.clock.at(self.outward.take(size) + self.latency, arrive)
+        self.clock.at(self.outward.transmit(size) + self.latency, arrive)
 
 
 class Server:
-    """A process that does one thing after another."""
+    """A process that works on one job at a time, in the order of their arrival."""
 
     def __init__(self, node: Node, cores: float = 1) -> None:
         self.node, self.cores, self.busy, self.work = node, cores, False, 0.0
-        self.todo: deque[tuple[float, Then]] = deque()
+        self.waiting_jobs: deque[tuple[float, Callback]] = deque()
 
-    def do(self, seconds: float, then: Then) -> None:
-        self.todo.append((seconds, then))
-        self.begin()
+    def do(self, seconds: float, callback: Callback) -> None:
+        """Queue a job."""
+        self.waiting_jobs.append((seconds, callback))
+        self.start_next()
 
-    def begin(self) -> None:
-        if self.busy or not self.todo:
+    def start_next(self) -> None:
+        if self.busy or not self.waiting_jobs:
             return
         self.busy = True
-        seconds, then = self.todo.popleft()
+        seconds, callback = self.waiting_jobs.popleft()
 
         def done() -> None:
             self.busy = False
             self.work += seconds
-            then()
-            self.begin()
+            callback()
+            self.start_next()
 
         self.node.run(seconds, self.cores, done)

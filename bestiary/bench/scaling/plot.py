@@ -1,4 +1,4 @@
-"""One picture of how far a cluster carries: frames per second against actors, and what stops each line."""
+"""A figure of scaling: frames per second over the number of actors, and the bottleneck of each cluster."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bestiary.analysis.plot import style
-from bestiary.bench.scaling.model import Cluster, Measured, Point, bound
+from bestiary.bench.scaling.model import Cluster, Measured, Throughput, bound
 from bestiary.bench.scaling.simulator import Prediction, long_enough, simulate
 from bestiary.config.extras import require
 from bestiary.errors import UserError
@@ -15,18 +15,18 @@ ACTORS = (1, 2, 3, 4, 6, 8, 10, 16, 24, 32, 48, 64, 100, 150, 200, 300, 450, 700
 GIGABIT = 1.25e8  # bytes per second
 
 
-class Row(NamedTuple):
-    """One number of actors: frames per second as simulated and on paper, and what is used most."""
+class ScalingRow(NamedTuple):
+    """Predictions for one number of actors."""
 
     actors: int
-    simulated: float
-    bound: float
-    saturates: str
-    lag: float
+    simulated: float  # frames/s
+    bound: float  # frames/s
+    bottleneck: str  # the resource with the highest utilisation in the simulation
+    lag: float  # policy lag in updates
 
 
 def scenarios(m: Measured, base: Cluster) -> dict[str, tuple[Measured, Cluster]]:
-    """The learner as measured and faster ones, slow links and fast ones, one shard and four."""
+    """Clusters to predict: a learner as measured and faster ones, two bandwidths, one shard and four."""
     slow, fast = (replace(base, link_bytes_per_second=n * GIGABIT) for n in (1, 10))
     ten, hundred = (replace(m, update_seconds=m.update_seconds / n) for n in (10, 100))
     return {
@@ -34,28 +34,28 @@ def scenarios(m: Measured, base: Cluster) -> dict[str, tuple[Measured, Cluster]]
         "1 Gbit/s, learner 10x": (ten, slow),
         "10 Gbit/s, learner 10x": (ten, fast),
         "10 Gbit/s, learner 100x": (hundred, fast),
-        "10 Gbit/s, learner 100x, 4 shards": (hundred, replace(fast, shards=4, placement="apart")),
+        "10 Gbit/s, learner 100x, 4 shards": (hundred, replace(fast, shards=4, placement="own-nodes")),
     }
 
 
 def one_machine(m: Measured, base: Cluster) -> tuple[Measured, Cluster]:
-    """Where the points were measured."""
-    return m, replace(base, placement="together", cores=m.cores)
+    """The machine on which the throughput was measured."""
+    return m, replace(base, placement="single-node", cores=m.cores)
 
 
-def predict(m: Measured, c: Cluster, actors: Sequence[int], rounds: int = 20, seed: int = 0) -> list[Row]:
+def predict(m: Measured, c: Cluster, actors: Sequence[int], rounds: int = 20, seed: int = 0) -> list[ScalingRow]:
     rows = []
     for count in actors:
         cluster = replace(c, actors=count)
         found: Prediction = simulate(m, cluster, long_enough(m, cluster, rounds), seed)
-        paper = bound(m, cluster).frames_per_second
-        rows.append(Row(count, found.frames_per_second, paper, found.bottleneck, found.lag))
+        limit = bound(m, cluster).frames_per_second
+        rows.append(ScalingRow(count, found.frames_per_second, limit, found.bottleneck, found.lag))
     return rows
 
 
-def saturation(m: Measured, c: Cluster, most: int = 1000) -> tuple[int, str] | None:
-    """The fewest actors that something else cannot keep up with, and what that is."""
-    for count in range(1, most + 1):
+def saturation(m: Measured, c: Cluster, max_actors: int = 1000) -> tuple[int, str] | None:
+    """The smallest number of actors at which another resource is the bottleneck, and that resource."""
+    for count in range(1, max_actors + 1):
         if (limit := bound(m, replace(c, actors=count)).bottleneck) != "actors":
             return count, limit
     return None
@@ -63,14 +63,14 @@ def saturation(m: Measured, c: Cluster, most: int = 1000) -> tuple[int, str] | N
 
 def draw(
     m: Measured,
-    points: Sequence[Point],
+    points: Sequence[Throughput],
     path: Path,
     base: Cluster = Cluster(actors=1),  # noqa: B008 (frozen)
-    found: Mapping[str, Sequence[Row]] | None = None,
-    checked: Sequence[Row] | None = None,
+    found: Mapping[str, Sequence[ScalingRow]] | None = None,
+    checked: Sequence[ScalingRow] | None = None,
 ) -> None:
-    """Lines are simulated (`found`, and `checked` where the points were measured), dashes the bound, dots measured."""
-    check_target(path)
+    """Draw simulations (`found`; `checked` for the measured machine) as lines, bounds dashed, measurements as dots."""
+    check_output(path)
     from matplotlib.figure import Figure
     from matplotlib.style import context
     from matplotlib.ticker import EngFormatter
@@ -82,10 +82,10 @@ def draw(
     with context(["default", {"svg.hashsalt": "bestiary"}]):
         figure = Figure(figsize=(8.4, 4.8), layout="constrained")
         axes = figure.subplots()
-        named: list[float] = []
-        for name, (figures, cluster) in clusters.items():
+        labelled: list[float] = []
+        for name, (measured, cluster) in clusters.items():
             line(axes, found[name], looks[name], name)
-            mark(axes, figures, cluster, looks[name]["color"], named)
+            mark_saturation(axes, measured, cluster, looks[name]["color"], labelled)
         if checked := checked or predict(*one_machine(m, base), [p.actors for p in points]):
             line(axes, checked, {"color": "black", "linewidth": 1.6}, f"one machine, {m.cores} cores")
         if points:
@@ -101,7 +101,7 @@ def draw(
         axes.grid(alpha=0.25, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
         handles, labels = axes.get_legend_handles_labels()
-        order = sorted(range(len(labels)), key=lambda i: -last(found, labels[i]))  # as the lines end, from above
+        order = sorted(range(len(labels)), key=lambda i: -last_rate(found, labels[i]))  # top line first
         figure.legend(
             [handles[i] for i in order],
             [labels[i] for i in order],
@@ -112,31 +112,32 @@ def draw(
         figure.savefig(path, dpi=150, metadata={"Software": None} if path.suffix == ".png" else {"Date": None})
 
 
-def check_target(path: Path) -> None:
+def check_output(path: Path) -> None:
+    """Raise a UserError if no figure can be written to a path."""
     require("matplotlib", "plot")
     if path.suffix not in (".png", ".svg"):
         raise UserError(f"out={path} must end in .png or .svg")
 
 
-def last(found: Mapping[str, Sequence[Row]], label: str) -> float:
+def last_rate(found: Mapping[str, Sequence[ScalingRow]], label: str) -> float:
     return found[label][-1].simulated if label in found else 0.0
 
 
-def line(axes: Any, rows: Sequence[Row], look: Mapping[str, Any], label: str) -> None:
+def line(axes: Any, rows: Sequence[ScalingRow], look: Mapping[str, Any], label: str) -> None:
     x = [row.actors for row in rows]
     axes.plot(x, [row.simulated for row in rows], label=label, **look)
     axes.plot(x, [row.bound for row in rows], color=look["color"], linestyle="--", linewidth=1, alpha=0.7)
 
 
-def mark(axes: Any, m: Measured, c: Cluster, colour: str, beside: list[float]) -> None:
-    """A diamond where the actors' straight line meets what stops it, and the name of that at the line's end."""
-    if (met := saturation(m, c)) is None:
+def mark_saturation(axes: Any, m: Measured, c: Cluster, colour: str, labelled: list[float]) -> None:
+    """Draw a diamond at the saturation point, and name the bottleneck at the end of the bound's line."""
+    if (found := saturation(m, c)) is None:
         return
-    actors, limit = met
+    actors, bottleneck = found
     rate = bound(m, replace(c, actors=actors)).frames_per_second
     axes.plot([actors], [rate], marker="D", color=colour, markersize=6, zorder=5)
     rate = bound(m, replace(c, actors=ACTORS[-1])).frames_per_second
-    close = sum(abs(rate / other - 1) < 0.2 for other in beside)  # lines that end alike: their names go side by side
-    beside.append(rate)
+    close = sum(abs(rate / other - 1) < 0.2 for other in labelled)  # lines with close ends: labels side by side
+    labelled.append(rate)
     where = {"xytext": (-130 * close, 4), "textcoords": "offset points", "ha": "right"}
-    axes.annotate(f"{limit}, from {actors} actors", (ACTORS[-1], rate), color=colour, fontsize=9, **where)
+    axes.annotate(f"{bottleneck}, from {actors} actors", (ACTORS[-1], rate), color=colour, fontsize=9, **where)

@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from bestiary.config.extras import EXTRAS, available
-from bestiary.config.machine import choose_device, cores, tune_malloc, versions
+from bestiary.config.machine import choose_device, cores, tune_malloc
 from bestiary.config.suggestions import did_you_mean
+from bestiary.config.versions import versions
 from bestiary.cores.base import Core
 from bestiary.errors import UserError
 

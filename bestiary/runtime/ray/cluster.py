@@ -18,7 +18,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from bestiary.config.compat import allow_ray_clusters
-from bestiary.config.machine import versions
+from bestiary.config.versions import versions
 from bestiary.errors import UserError
 
 CONNECT_TIMEOUT = 10.0  # seconds to wait for an address to answer

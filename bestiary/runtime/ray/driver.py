@@ -15,8 +15,9 @@ from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskErro
 from torch import Tensor
 
 from bestiary.config.experiment import Experiment
-from bestiary.config.machine import choose_device, versions
+from bestiary.config.machine import choose_device
 from bestiary.config.plugins import plugin_files
+from bestiary.config.versions import versions
 from bestiary.errors import ProcessLost
 from bestiary.runtime import Ray
 from bestiary.runtime.ray.calls import EssentialCalls, LearnerGroup, start_all

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from bestiary.algos.impala import ImpalaAgent
+from bestiary.config.aliases import upgrade_weight
 from bestiary.config.experiment import family
 from bestiary.cores import DeltaNet, DeltaRnn, Ff, Gpt, Gru, LinearTransformer, Lstm, RecurrentDeltaNet, gpt
 from bestiary.cores.base import Core
-from bestiary.cores.gpt import rotate, waves
+from bestiary.cores.gpt import rotate, sinusoids
 from bestiary.nets import Net, Resnet
 from bestiary.types import Spec, State
 
@@ -374,23 +375,23 @@ def test_a_gpt_may_take_its_input_as_it_is():
     x, is_first = torch.randn(5, 3, 8), torch.zeros(5, 3, dtype=torch.bool)
     outputs = [core(x, is_first, core.initial_state(3))[0] for core in (plain, projected)]
     torch.testing.assert_close(*outputs)
-    with pytest.raises(ValueError, match=r"without core\.project, core\.width=8 must be that of the input: 9"):
+    with pytest.raises(ValueError, match=r"without core\.project, core\.width=8 must equal the input width 9"):
         Gpt(width=8, heads=2, project=False).build(9)
 
 
 def test_a_chrono_of_less_than_two_rows_is_refused():
-    with pytest.raises(ValueError, match=r"core\.chrono=1 must be at least 2 rows"):
+    with pytest.raises(ValueError, match=r"core\.chrono=1 must be at least 2 steps"):
         Lstm(chrono=1)
 
 
 def test_the_bias_of_a_gru_keeps_memory_for_as_many_rows():
     rows = 50
     core = Gru(hidden=400, layers=2, chrono=rows).build(INPUT)
-    for from_input, from_itself in core.biases():
-        reset, keep, new = from_input.chunk(3)
+    for bias_ih, bias_hh in core.biases():
+        reset, keep, new = bias_ih.chunk(3)
         assert not reset.any()
         assert not new.any()
-        assert not from_itself.any()
+        assert not bias_hh.any()
         assert keep.exp().mean().item() == pytest.approx(rows / 2, rel=0.1)
 
 
@@ -497,7 +498,7 @@ def test_the_gpt_follows_its_equations():
 
 def test_rotary_positions_see_distances_only():
     q = normal(B, 2, HIDDEN, seed=9)
-    near, far = (rotate(q, waves(torch.tensor([[a, a + 3]] * B), HIDDEN // 2, q.dtype)) for a in (0, 17))
+    near, far = (rotate(q, sinusoids(torch.tensor([[a, a + 3]] * B), HIDDEN // 2, q.dtype)) for a in (0, 17))
     assert_same(((near[:, 0] * near[:, 1]).sum(-1),), ((far[:, 0] * far[:, 1]).sum(-1),), "similarity at distance 3")
 
 
@@ -506,7 +507,7 @@ def test_positions_beyond_the_table_are_worked_out(positions, monkeypatch):
     core = small(Gpt, positions=positions).build(INPUT).double()
     x = normal(T, B, INPUT, seed=7)
     looked_up = core(x, borders(0), core.initial_state(B))
-    monkeypatch.setattr(gpt, "LONGEST_TABLE", 0)
+    monkeypatch.setattr(gpt, "MAX_TABLE_LENGTH", 0)
     assert_same(looked_up[:1], core(x, borders(0), core.initial_state(B))[:1], "output")
 
 
@@ -540,12 +541,12 @@ def test_dropout_acts_while_learning_only(cls):
         (Gpt, {"weight_std": 0.0}, r"core\.weight-std=0.0 must be positive"),
         (DeltaNet, {"width": 10, "heads": 4}, r"core\.heads=4 must divide core\.width=10"),
         (DeltaNet, {"head_width": 0}, r"core\.head-width=0"),
-        (DeltaRnn, {"bptt": 0}, r"core\.bptt=0 must be at least 1 row"),
+        (DeltaRnn, {"bptt": 0}, r"core\.bptt=0 must be at least 1 step"),
         (RecurrentDeltaNet, {"dropout": -0.1}, r"core\.dropout=-0.1 must lie in \[0, 1\)"),
         (LinearTransformer, {"layers": 0}, r"core\.layers=0 must be at least 1"),
-        (Lstm, {"bptt": 0}, r"core\.bptt=0 must be at least 1 row"),
+        (Lstm, {"bptt": 0}, r"core\.bptt=0 must be at least 1 step"),
         (Gru, {"hidden": 0}, r"core\.hidden=0 must be at least 1"),
-        (Gru, {"chrono": 1}, r"core\.chrono=1 must be at least 2 rows"),
+        (Gru, {"chrono": 1}, r"core\.chrono=1 must be at least 2 steps"),
     ],
 )
 def test_numbers_that_cannot_work_are_refused(cls, settings, sentence):
@@ -570,6 +571,17 @@ def test_sizes_with_the_residual_network_and_six_actions_are_the_published_ones(
     agent = ImpalaAgent(spec, net, cls())
     assert sum(p.numel() for p in agent.parameters()) == total
     assert sum(s[0].numel() for s in agent.torso.core.initial_state(1)) == floats
+
+
+def test_old_weights_of_a_recurrent_delta_net_load():
+    core = small(RecurrentDeltaNet).build(INPUT)
+    old_names = {"R_q": "heard_q", "R_k": "heard_k", "R_v": "heard_v", "r_beta": "heard_beta"}
+    old = {}
+    for key, value in core.state_dict().items():
+        prefix, _, last = key.rpartition(".")
+        old[f"torso.core.{prefix}.{old_names.get(last, last)}"] = value
+    assert sum(".heard_" in key for key in old) == 4 * len(core.layers)  # type: ignore
+    assert [upgrade_weight(key) for key in old] == [f"torso.core.{key}" for key in core.state_dict()]
 
 
 def test_a_gpt_trains_on_fifteen_hundred_rows_within_two_gigabytes():

@@ -216,7 +216,7 @@ def torch_threads() -> Iterator[None]:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_the_number_of_threads_changes_nothing(rule: str, torch_threads: None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cpu, "WORTH_A_THREAD", 1)
+    monkeypatch.setattr(cpu, "MIN_STEPS_PER_THREAD", 1)
     x = example(rule, T=40)  # six streams: four threads share them unevenly
     torch.set_num_threads(1)
     expected = everything(cpu, rule, x)
@@ -229,7 +229,7 @@ def test_the_number_of_threads_changes_nothing(rule: str, torch_threads: None, m
 def test_an_actor_and_a_learner_may_call_at_once(
     form: ModuleType, rule: str, torch_threads: None, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(cpu, "WORTH_A_THREAD", 1)
+    monkeypatch.setattr(cpu, "MIN_STEPS_PER_THREAD", 1)
     examples = [example(rule, T=T) for T in (3, 40)]
     expected = [everything(form, rule, x) for x in examples]
 

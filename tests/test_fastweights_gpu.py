@@ -143,4 +143,4 @@ def test_the_compiler_takes_what_the_interpreter_does(tmp_path, monkeypatch):
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         for rule in RULES:
             built = process.submit(build_for_cuda, rule, draw(rule, 3, 6, "elu", torch.float32)).result()
-            assert built == [f"_{rule}_forward", f"_{rule}_backward"]
+            assert built == [f"{rule}_forward", f"{rule}_backward"]

@@ -535,7 +535,7 @@ def test_n_steps_match_golden(case):
     wanted, rescaled = (torch.from_numpy(R2D2[f"{case}/{k}"]) for k in ("target", "target_rescaled"))
     for b, move, m, value in as_rows(*streams, gamma):
         reach = n_step(*m, n)
-        ahead = value.gather(0, (reach.row - 1).clamp(min=0))  # value belongs to the row each move leads to
+        ahead = value.gather(0, (reach.bootstrap_step - 1).clamp(min=0))  # value belongs to the row each move leads to
         assert_close(reach.target(ahead)[move, 0], wanted[b], 1e-10)
         squeezed = value_rescale(reach.target(value_rescale_inverse(ahead, eps)), eps)
         assert_close(squeezed[move, 0], rescaled[b], 1e-8)
@@ -545,7 +545,7 @@ def test_one_step_is_a_reward_and_a_value():
     chunk = Chunk.random(30, 6)
     m = transitions(chunk.step, 0.9)
     reach = n_step(*m, 1)
-    out = reach.target(chunk.value.gather(0, reach.row))
+    out = reach.target(chunk.value.gather(0, reach.bootstrap_step))
     assert_close(out[m.valid], (m.reward + m.discount * chunk.value[1:])[m.valid])
 
 

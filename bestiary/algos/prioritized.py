@@ -98,7 +98,7 @@ class FromPriorities(QLearning):
         length = self.item.length
         reach = self.reach(m, length)
         q = t.aux["q"]
-        y = self.said(reach.target(self.worth(q.amax(-1).gather(0, reach.row))))
+        y = self.said(reach.target(self.worth(q.amax(-1).gather(0, reach.bootstrap_step))))
         value = q[:length].gather(-1, t.action[:length, :, None]).squeeze(-1)
         return sequence_priority(value - y, m.valid[:length], self.item.eta)
 

@@ -170,10 +170,12 @@ class QLearner:
         length = len(m.reward) if length is None else length
         reach = cfg.reach(m, length)
         if self.agent.torso.memoryless and not trace_decay and 2 * length < len(t.action):
-            trained = torch.arange(length, device=reach.row.device)[:, None].expand_as(reach.row)
+            trained = torch.arange(length, device=reach.bootstrap_step.device)[:, None].expand_as(reach.bootstrap_step)
             q = self.agent.at(t.step, state, trained)
             with torch.no_grad():
-                ahead, beyond = (a.at(t.step, s, reach.row) for a, s in ((self.agent, state), (target, target_state)))
+                ahead, beyond = (
+                    a.at(t.step, s, reach.bootstrap_step) for a, s in ((self.agent, state), (target, target_state))
+                )
         else:
             q, _ = self.agent(t.step, state)
             with torch.no_grad():
@@ -182,7 +184,7 @@ class QLearner:
             if trace_decay:
                 ahead, beyond = ahead[1:], beyond[1:]
             else:
-                ahead, beyond = gather_steps(ahead, reach.row), gather_steps(beyond, reach.row)
+                ahead, beyond = gather_steps(ahead, reach.bootstrap_step), gather_steps(beyond, reach.bootstrap_step)
         best = (ahead if cfg.double else beyond).argmax(-1)
         next_value = cfg.worth(beyond.gather(-1, best[..., None]).squeeze(-1))
         if trace_decay:

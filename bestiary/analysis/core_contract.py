@@ -201,7 +201,7 @@ def training(core: Core) -> str | None:
 def compiled(core: Core) -> str | None:
     """instructions for compiled acting, where there are any, say what the network does"""
     from bestiary.ops import interpreter
-    from bestiary.ops.program import Program, flatten, unflatten
+    from bestiary.ops.program import Program, flatten_state, unflatten_state
 
     program = Program(Spec("any", (INPUT,), torch.float32, 1))
     at = core.compile_to(program, program.obs)
@@ -209,8 +209,8 @@ def compiled(core: Core) -> str | None:
         return None
     chunk = _chunk(core)
     expected, after = chunk.run([])
-    code, weights, scratch = program.finish(), program.load(), np.zeros(program.scratch_size, np.float32)
-    memory = flatten(tuple(leaf.float() for leaf in chunk.state), B)
+    code, weights, scratch = program.instructions(), program.load_weights(), np.zeros(program.scratch_size, np.float32)
+    memory = flatten_state(tuple(leaf.float() for leaf in chunk.state), B)
     y = torch.zeros(T, B, core.width, dtype=torch.float64)
     for t in range(T):
         for b in range(B):
@@ -223,7 +223,7 @@ def compiled(core: Core) -> str | None:
     if (y - expected).abs().max() > single * (1 + expected.abs().max()):
         t = int((y - expected).abs().flatten(1).amax(1).argmax())
         return f"the output differs most at row {t}: override to_tape, or let it return None"
-    for a, e in zip(unflatten(memory, chunk.state), after, strict=True):
+    for a, e in zip(unflatten_state(memory, chunk.state), after, strict=True):
         if (a - e).abs().max() > single * (1 + e.abs().max()):
             return "the final state differs"
     return None

@@ -45,7 +45,7 @@ def play(agent: Agent, env_batch: EnvBatch, rng: torch.Generator, max_rows: int)
     finally:
         hook.remove()
     obs, action, reward = (torch.stack(column) for column in zip(*rows, strict=True))
-    return Inside(obs, action, reward, core.reveal(torch.cat(shown)))
+    return Inside(obs, action, reward, core.diagnostics(torch.cat(shown)))
 
 
 def inspect(

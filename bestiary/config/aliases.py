@@ -41,8 +41,14 @@ METRICS: dict[str, str] = {
 }
 
 # key of a module's state_dict, or a dotted prefix of such keys: old name -> new name. It applies to the agent's weights
-# and to the modules of the learner (target network, critic).
-WEIGHTS: dict[str, str] = {}
+# and to the modules of the learner (target network, critic). A name that begins with "*." stands for the last part of
+# a key, whatever comes before it.
+WEIGHTS: dict[str, str] = {
+    "*.heard_q": "R_q",
+    "*.heard_k": "R_k",
+    "*.heard_v": "R_v",
+    "*.heard_beta": "r_beta",
+}
 
 # entry of trainer.pt, or of replay.pt under "replay", by its dotted path: old path -> new last part. Lists add nothing
 # to the path.
@@ -100,6 +106,8 @@ def upgrade_metric(name: str) -> str:
 def upgrade_weight(key: str) -> str:
     """The name of today of a key of a state_dict."""
     for old, new in WEIGHTS.items():
+        if old.startswith("*.") and key.endswith(old[1:]):
+            return key.removesuffix(old[2:]) + new
         if key == old or key.startswith(f"{old}."):
             return new + key.removeprefix(old)
     return key

@@ -1,4 +1,4 @@
-"""Memories. One file each; a new one is its file and its name in this union."""
+"""Recurrent cores, one file each. A new core is added as a file and as a member of `CoreConfig`."""
 
 from bestiary.cores.delta_net import DeltaNet
 from bestiary.cores.delta_rnn import DeltaRnn

@@ -1,6 +1,6 @@
-"""What every memory promises."""
+"""The core contract: the interface and the guarantees of every recurrent core."""
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -9,22 +9,20 @@ from bestiary.errors import UserError
 from bestiary.ops.program import Program
 from bestiary.types import State
 
-if TYPE_CHECKING:
-    pass
-
 
 class Core(nn.Module):
-    """Memory: [T, B, D] -> [T, B, width], forgetting wherever is_first.
+    """A recurrent network [T, B, D] -> [T, B, width] whose state is reset wherever is_first.
 
-    The contract, tested for every core: one chunk = two chunks = row by row, in outputs, states and
-    gradients; memory is empty exactly at `is_first`; batch rows do not mix; every parameter is trained.
+    The core contract, tested for every core: a chunk processed at once, in pieces or step by step gives the same
+    outputs, states and gradients; the state is empty exactly at `is_first`; batch entries are independent; every
+    parameter gets a gradient.
 
-    Where no gradient is recorded and T is 1, a core may write into the state it is given instead of copying it, as
-    long as that state still says what it said. Who keeps a state for longer than one row keeps a copy.
+    Without gradients and with T = 1, a core may write into the given state instead of copying it, if the outputs that
+    follow from this state do not change. A caller that keeps a state for longer than one step keeps a copy.
     """
 
-    width: int  # of the output
-    _leaves: list[tuple[int, ...]] | None = None
+    width: int  # output features
+    _leaves: list[tuple[int, ...]] | None = None  # shapes of the state's leaves without the batch
 
     def initial_state(self, batch_size: int) -> State:
         raise NotImplementedError
@@ -33,32 +31,35 @@ class Core(nn.Module):
         raise NotImplementedError
 
     def compile_to(self, program: Program, x: int) -> int | None:
-        """This memory as instructions for compiled acting: input at x, where the output is; None: it has none."""
+        """Append this core's instructions for compiled acting (input at address x); returns the output's address.
+
+        None: this core has no instructions, and the actor uses PyTorch.
+        """
         return None
 
     def check(self, state: State) -> None:
-        """Refuse the memory of another core, or of one of another size."""
+        """Raise UserError for the state of another core or of a core of another size."""
         leaves = [tuple(leaf.shape[1:]) for leaf in state]
         if self._leaves is None:
             self._leaves = [tuple(leaf.shape[1:]) for leaf in self.initial_state(1)]
         if leaves != self._leaves:
-            raise UserError(f"the state belongs to another memory: its leaves are {leaves}, not {self._leaves}")
+            raise UserError(f"the recurrent state has leaves {leaves}, but this core needs {self._leaves}")
 
     @torch.no_grad()
-    def reveal(self, x: Tensor) -> dict[str, Tensor]:
-        """What memory holds over an episode [T, 1, D] from its first row: named [T, n] tables, a row per time step.
+    def diagnostics(self, x: Tensor) -> dict[str, Tensor]:
+        """The state during an episode [T, 1, D], from its first step: named tables [T, n] for `bestiary inspect`.
 
-        A core that can tell more than the size of its memory says so by its own version.
+        The default is the norm of the state; cores override this method with gates, attention or write strengths.
         """
-        state, sizes = self.initial_state(1), []
-        for row in x:
-            _, state = self(row[None], torch.zeros(1, 1, dtype=torch.bool, device=x.device), state)
-            sizes.append(torch.stack([leaf.double().norm() for leaf in state]) if state else x.new_zeros(0))
-        return {"size of the memory": torch.stack(sizes)} if state else {}
+        state, norms = self.initial_state(1), []
+        for step in x:
+            _, state = self(step[None], torch.zeros(1, 1, dtype=torch.bool, device=x.device), state)
+            norms.append(torch.stack([leaf.double().norm() for leaf in state]) if state else x.new_zeros(0))
+        return {"norm of the state": torch.stack(norms)} if state else {}
 
 
 def check_sizes(cfg: object, *names: str) -> None:
-    """Refuse a size below one; None means that the core chooses."""
+    """Raise UserError for a size below 1; None (the core chooses) is accepted."""
     for name in names:
         value = getattr(cfg, name)
         if value is not None and value < 1:
@@ -72,10 +73,10 @@ def check_dropout(dropout: float) -> None:
 
 def check_bptt(bptt: int | None) -> None:
     if bptt is not None and bptt < 1:
-        raise UserError(f"core.bptt={bptt} must be at least 1 row, or None for the whole chunk")
+        raise UserError(f"core.bptt={bptt} must be at least 1 step, or None for the whole chunk")
 
 
 class CoreConfig(Protocol):
-    """A memory is a frozen dataclass of numbers that builds a Core."""
+    """Settings of a core: a frozen dataclass that builds it."""
 
     def build(self, input_width: int) -> Core: ...

@@ -1,7 +1,6 @@
-"""No memory: what is not in the observation is not known."""
+"""Feedforward core: the identity, without memory."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -9,11 +8,10 @@ from bestiary.cores.base import Core
 from bestiary.ops.program import Program
 from bestiary.types import State
 
-if TYPE_CHECKING:
-    pass
-
 
 class FfCore(Core):
+    """y = x, with an empty state."""
+
     def __init__(self, input_width: int) -> None:
         super().__init__()
         self.width = input_width
@@ -30,7 +28,7 @@ class FfCore(Core):
 
 @dataclass(frozen=True)
 class Ff:
-    """Feedforward: no memory, the baseline every memory task must defeat."""
+    """Feedforward: the output is the input, no memory; the baseline that must fail on a memory task."""
 
     def build(self, input_width: int) -> Core:
         return FfCore(input_width)

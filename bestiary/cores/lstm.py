@@ -1,4 +1,7 @@
-"""Memory behind gates: keep, write and show are learnt per unit."""
+"""Long short-term memory (Hochreiter & Schmidhuber 1997; forget gate: Gers, Schmidhuber & Cummins 2000).
+
+i, f, o = sigmoid(W x + U h + b),    g = tanh(W x + U h + b),    c <- f c + i g,    h <- o tanh(c)
+"""
 
 from dataclasses import dataclass
 
@@ -6,23 +9,23 @@ import torch
 from torch import nn
 
 from bestiary.cores.base import Core
-from bestiary.cores.rnn import Gated, GatedCore
+from bestiary.cores.rnn import GatedConfig, GatedCore
 
 
 @dataclass(frozen=True)
-class Lstm(Gated):
-    """Long short-term memory: a cell per unit that gates fill, keep and show."""
+class Lstm(GatedConfig):
+    """LSTM (Hochreiter & Schmidhuber 1997), with input, forget and output gates."""
 
     def build(self, input_width: int) -> Core:
         core = GatedCore(nn.LSTM(input_width, self.hidden or input_width, self.layers), 2, self.bptt)
         if self.init == "orthogonal":
-            core.orthogonal()
+            core.init_orthogonal()
         if self.chrono is not None:
             with torch.no_grad():
-                for from_input, from_itself in core.biases():
-                    from_itself.zero_()
-                    from_input.zero_()
-                    write, keep, _, _ = from_input.chunk(4)  # input, forget, cell, output
-                    keep.copy_(core.time_constants(self.chrono))
-                    write.copy_(-keep)
+                for bias_ih, bias_hh in core.biases():
+                    bias_hh.zero_()
+                    bias_ih.zero_()
+                    input_gate, forget_gate, _, _ = bias_ih.chunk(4)  # input, forget, cell, output
+                    forget_gate.copy_(core.chrono_bias(self.chrono))
+                    input_gate.copy_(-forget_gate)
         return core

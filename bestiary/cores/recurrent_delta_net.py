@@ -1,4 +1,9 @@
-"""A Delta Net that hears itself: its last answer shifts what it asks, tells and how strongly."""
+"""Recurrent Delta Net (Irie et al. 2021, Going Beyond Linear Transformers with Recurrent Fast Weight Programmers).
+
+A Delta Net whose slow network also gets the last output: with u = tanh(y_{t-1}),
+
+    q += R_q^T u,    k += R_k^T u,    v += R_v^T u,    beta logit += r_beta . u
+"""
 
 from dataclasses import dataclass
 
@@ -6,50 +11,50 @@ import torch
 from torch import Tensor, nn
 
 from bestiary.cores.base import Core
-from bestiary.cores.fast_weights import FastCore, FastLayer, FastWeights
+from bestiary.cores.fast_weights import FastWeightConfig, FastWeightCore, FastWeightLayer
 from bestiary.ops import fastweights
 from bestiary.ops.fastweights.loops import FeatureMap, Recurrence, feature_map
 from bestiary.types import State
 
 
-class RecurrentDeltaNetLayer(FastLayer):
+class RecurrentDeltaNetLayer(FastWeightLayer):
     rule = "recurrent_delta_net"
 
     def __init__(self, cfg: "RecurrentDeltaNet") -> None:
-        H, D = cfg.heads, cfg.lanes
+        H, D = cfg.heads, cfg.head_dim
         super().__init__(cfg, per_head=3 * D + 1, strengths=1, beta_bias=cfg.beta_bias)
         self.phi = cfg.feature_map
-        self.heard_q, self.heard_k, self.heard_v = (nn.Parameter(torch.randn(H, D, D) / D**0.5) for _ in range(3))
-        self.heard_beta = nn.Parameter(torch.randn(H, D) / D**0.5)
+        self.R_q, self.R_k, self.R_v = (nn.Parameter(torch.randn(H, D, D) / D**0.5) for _ in range(3))
+        self.r_beta = nn.Parameter(torch.randn(H, D) / D**0.5)
 
-    def memories(self, batch_size: int) -> State:
-        return *super().memories(batch_size), self.slow.weight.new_zeros(batch_size, self.heads, self.lanes)
+    def initial_memory(self, batch_size: int) -> State:
+        return *super().initial_memory(batch_size), self.slow.weight.new_zeros(batch_size, self.heads, self.head_dim)
 
-    def remember(self, asked: Tensor, is_first: Tensor, memory: State) -> tuple[Tensor, State]:
-        heard = Recurrence(self.heard_q, self.heard_k, self.heard_v, self.heard_beta)
+    def apply_rule(self, projected: Tensor, is_first: Tensor, memory: State) -> tuple[Tensor, State]:
+        R = Recurrence(self.R_q, self.R_k, self.R_v, self.r_beta)
         W, last = memory
-        y, W = fastweights.recurrent_delta_net(asked, heard, is_first, W, last, self.phi, self.bptt)
+        y, W = fastweights.recurrent_delta_net(projected, R, is_first, W, last, self.phi, self.bptt)
         return y, (W, y[-1])
 
-    def own_weights(self) -> tuple[Tensor, ...]:
-        return self.heard_q, self.heard_k, self.heard_v, self.heard_beta
+    def recurrent_weights(self) -> tuple[Tensor, ...]:
+        return self.R_q, self.R_k, self.R_v, self.r_beta
 
-    def told(self, asked: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        q, k, _, beta = asked.split([self.lanes, self.lanes, self.lanes, 1], -1)
+    def mapped_qk_beta(self, projected: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        q, k, _, beta = projected.split([self.head_dim, self.head_dim, self.head_dim, 1], -1)
         u = torch.cat([torch.zeros_like(y[:1]), y[:-1]]).tanh()
-        q, k = (x + torch.einsum("tbhi,hij->tbhj", u, r) for x, r in ((q, self.heard_q), (k, self.heard_k)))
-        beta = (beta + torch.einsum("tbhi,hi->tbh", u, self.heard_beta)[..., None]).sigmoid()
+        q, k = (x + torch.einsum("tbhi,hij->tbhj", u, r) for x, r in ((q, self.R_q), (k, self.R_k)))
+        beta = (beta + torch.einsum("tbhi,hi->tbh", u, self.r_beta)[..., None]).sigmoid()
         return feature_map(self.phi, q), feature_map(self.phi, k), beta
 
 
 @dataclass(frozen=True)
-class RecurrentDeltaNet(FastWeights):
-    """Delta Net whose queries, keys, values and write strength also depend on its previous output."""
+class RecurrentDeltaNet(FastWeightConfig):
+    """Recurrent Delta Net (Irie et al. 2021): query, key, value and write strength also depend on the last output."""
 
     feature_map: FeatureMap = "softmax"
-    """of queries and keys"""
+    """feature map phi of queries and keys: (ELU + 1) / sum, softmax, or SiLU / L2 norm"""
     beta_bias: float | None = None
-    """first bias of the write strength's logit; None: no bias"""
+    """initial value of a learned bias of the write strength logit; None: no bias (as published)"""
 
     def build(self, input_width: int) -> Core:
-        return FastCore(input_width, self, [RecurrentDeltaNetLayer(self) for _ in range(self.layers)])
+        return FastWeightCore(input_width, self, [RecurrentDeltaNetLayer(self) for _ in range(self.layers)])

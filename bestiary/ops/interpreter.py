@@ -1,4 +1,4 @@
-"""Runs a compiled network (`Program`) step by step, without PyTorch in the loop."""
+"""The interpreter of compiled acting: runs the instructions of a `Program` without PyTorch."""
 # pyright: reportCallIssue=false
 
 import numpy as np
@@ -22,7 +22,7 @@ from bestiary.ops.simd import fma, load, store
 
 compiled = compiler(error_model="numpy", fastmath={"reassoc", "contract", "nsz", "arcp"})
 
-LANES = (0,) * 8  # numbers of a vector
+LANES = (0,) * 8  # a SIMD vector of 8 lanes
 
 
 @compiled
@@ -34,7 +34,7 @@ def _linear(y, x, rows, columns, w, b, scratch, weights):
 
 @compiled
 def _accumulate(y, x, rows, columns, w, scratch, weights):
-    """desk[y] += desk[x] W: sums of a few vectors stay in registers while the rows of W pass by."""
+    """scratch[y] += scratch[x] W; the partial sums of four vectors stay in registers."""
     wide = columns - columns % 32
     for j in range(0, wide, 32):
         s0, s1 = load(scratch, (y + j,), LANES), load(scratch, (y + j + 8,), LANES)
@@ -66,11 +66,11 @@ def _accumulate(y, x, rows, columns, w, scratch, weights):
 def _convolution(y, x, channels, height, width, out, k, w, channel, pixel, scratch, weights):
     rows, columns = height - k + 1, width - k + 1
     bias = w + k * k * channels * out
-    for spot in range(rows * columns):
-        to = y + spot * out
+    for pixel_out in range(rows * columns):
+        to = y + pixel_out * out
         for o in range(out):
             scratch[to + o] = weights[bias + o]
-        top, left = spot // columns, spot % columns
+        top, left = pixel_out // columns, pixel_out % columns
         for i in range(k):
             for j in range(k):
                 at = x + ((top + i) * width + left + j) * pixel
@@ -89,10 +89,10 @@ def _norm(y, x, n, w, scratch, weights):
     for j in range(n):
         mean += scratch[x + j]
     mean /= n
-    spread = np.float32(0)
+    variance = np.float32(0)
     for j in range(n):
-        spread += (scratch[x + j] - mean) ** 2
-    scale = np.float32(1) / np.sqrt(spread / n + np.float32(1e-5))
+        variance += (scratch[x + j] - mean) ** 2
+    scale = np.float32(1) / np.sqrt(variance / n + np.float32(1e-5))
     for j in range(n):
         scratch[y + j] = (scratch[x + j] - mean) * scale * weights[w + j] + weights[w + n + j]
 
@@ -104,7 +104,7 @@ def _logistic(x):
 
 @compiled
 def _lstm(y, x, n, hidden, w, h, c, scratch, weights, memory):
-    """Gates on the desk behind the output: input, forget, cell, output. h, c: where memory has them."""
+    """Gates (input, forget, cell, output) are in scratch behind the output y. h, c: addresses in the state."""
     gates = y + hidden
     bias = w + (n + hidden) * 4 * hidden
     _linear(gates, x, n, 4 * hidden, w, bias, scratch, weights)
@@ -124,11 +124,11 @@ def _lstm(y, x, n, hidden, w, h, c, scratch, weights, memory):
 
 @compiled
 def _gru(y, x, n, hidden, w, m, scratch, weights, memory):
-    """From the input and from itself apart: reset, update, new. PyTorch's biases: one for each side."""
-    ours, theirs = y + hidden, y + 4 * hidden
+    """Gates reset, update, new: W x + b and U h + b' are kept apart, as in PyTorch. m: address of h in the state."""
+    from_input, from_state = y + hidden, y + 4 * hidden
     bias = w + (n + hidden) * 3 * hidden
-    _linear(ours, x, n, 3 * hidden, w, bias, scratch, weights)
-    out = scratch[theirs : theirs + 3 * hidden]
+    _linear(from_input, x, n, 3 * hidden, w, bias, scratch, weights)
+    out = scratch[from_state : from_state + 3 * hidden]
     for j in range(3 * hidden):
         out[j] = weights[bias + 3 * hidden + j]
     for i in range(hidden):
@@ -137,17 +137,17 @@ def _gru(y, x, n, hidden, w, m, scratch, weights, memory):
         for j in range(3 * hidden):
             out[j] += factor * row[j]
     for j in range(hidden):
-        reset = _logistic(scratch[ours + j] + out[j])
-        update = _logistic(scratch[ours + hidden + j] + out[hidden + j])
-        new = np.tanh(scratch[ours + 2 * hidden + j] + reset * out[2 * hidden + j])
+        reset = _logistic(scratch[from_input + j] + out[j])
+        update = _logistic(scratch[from_input + hidden + j] + out[hidden + j])
+        new = np.tanh(scratch[from_input + 2 * hidden + j] + reset * out[2 * hidden + j])
         scratch[y + j] = (1 - update) * new + update * memory[m + j]
     for j in range(hidden):
         memory[m + j] = scratch[y + j]
 
 
 @compiled
-def _map(phi, x, n, scratch):
-    """In place, as `feature_map` does."""
+def _phi(phi, x, n, scratch):
+    """The feature map phi, in place (see `loops.feature_map`)."""
     total = np.float32(0)
     if phi == 1:
         top = scratch[x]
@@ -174,41 +174,41 @@ def _map(phi, x, n, scratch):
 
 @compiled
 def _delta(y, q, k, v, beta, n, m, scratch, memory):
-    """y += W^T q after W += beta k (v - W^T k)^T; v is left as what was missing. memory[m]: [key, value]."""
+    """W += beta k (v - W^T k)^T, then y += W^T q; v becomes the error v - W^T k. memory[m]: W [key, value]."""
     for i in range(n):
         factor = scratch[k + i]
         row = memory[m + i * n : m + (i + 1) * n]
         for j in range(n):
             scratch[v + j] -= factor * row[j]
     for i in range(n):
-        factor, wanted = beta * scratch[k + i], scratch[q + i]
+        factor, query = beta * scratch[k + i], scratch[q + i]
         row = memory[m + i * n : m + (i + 1) * n]
         for j in range(n):
             row[j] += factor * scratch[v + j]
-            scratch[y + j] += wanted * row[j]
+            scratch[y + j] += query * row[j]
 
 
 @compiled
-def _fast(y, x, heads, n, rule, phi, w, m, scratch, weights, memory):
-    """A row of a fast-weight rule, head by head; desk[x]: what each asks and tells. memory: the rule's leaves."""
+def _fast_weights(y, x, heads, n, rule, phi, w, m, scratch, weights, memory):
+    """A step of a fast-weight rule, per head. scratch[x]: output of the slow network; memory[m]: its state."""
     square = n * n
     columns = 3 * n if rule == LINEAR_TRANSFORMER else 5 * n + 2 if rule == DELTA_RNN else 3 * n + 1
-    spare = y + heads * n  # one row behind the output
+    spare = y + heads * n  # n numbers behind the output
     for h in range(heads):
         out, q, k, v = y + h * n, x + h * columns, x + h * columns + n, x + h * columns + 2 * n
         W = m + h * square
         for j in range(n):
             scratch[out + j] = 0
         if rule == LINEAR_TRANSFORMER:
-            _map(phi, q, n, scratch)
-            _map(phi, k, n, scratch)
+            _phi(phi, q, n, scratch)
+            _phi(phi, k, n, scratch)
             for i in range(n):
                 for j in range(n):
                     memory[W + i * n + j] += scratch[k + i] * scratch[v + j]
                     scratch[out + j] += scratch[q + i] * memory[W + i * n + j]
         elif rule == DELTA_NET:
-            _map(phi, q, n, scratch)
-            _map(phi, k, n, scratch)
+            _phi(phi, q, n, scratch)
+            _phi(phi, k, n, scratch)
             _delta(out, q, k, v, _logistic(scratch[x + h * columns + 3 * n]), n, W, scratch, memory)
         elif rule == RECURRENT_DELTA_NET:
             last = m + heads * square + h * n
@@ -218,8 +218,8 @@ def _fast(y, x, heads, n, rule, phi, w, m, scratch, weights, memory):
                 strength += scratch[spare + i] * weights[w + 3 * heads * square + h * n + i]
             for part in range(3):
                 _accumulate(q + part * n, spare, n, n, w + (part * heads + h) * square, scratch, weights)
-            _map(phi, q, n, scratch)
-            _map(phi, k, n, scratch)
+            _phi(phi, q, n, scratch)
+            _phi(phi, k, n, scratch)
             _delta(out, q, k, v, _logistic(strength), n, W, scratch, memory)
             for j in range(n):
                 memory[last + j] = scratch[out + j]
@@ -238,7 +238,7 @@ def _fast(y, x, heads, n, rule, phi, w, m, scratch, weights, memory):
             for j in range(n):
                 scratch[spare + j] /= total + np.float32(1e-6)
             for part in (q, k, k2):
-                _map(phi, part, n, scratch)
+                _phi(phi, part, n, scratch)
             _delta(out, q, k, v, _logistic(scratch[strengths]), n, W, scratch, memory)
             _delta(out, spare, k2, v2, _logistic(scratch[strengths + 1]), n, R, scratch, memory)
             for j in range(n):
@@ -247,7 +247,7 @@ def _fast(y, x, heads, n, rule, phi, w, m, scratch, weights, memory):
 
 @compiled
 def run(code, scratch, weights, memory):
-    """One row of one environment."""
+    """One step of one environment."""
     for i in range(len(code)):
         op, y, x = code[i, 0], code[i, 1], code[i, 2]
         if op == LINEAR:
@@ -274,46 +274,47 @@ def run(code, scratch, weights, memory):
         elif op == GRU:
             _gru(y, x, code[i, 3], code[i, 4], code[i, 5], code[i, 6], scratch, weights, memory)
         else:
-            _fast(
+            _fast_weights(
                 y, x, code[i, 3], code[i, 4], code[i, 5], code[i, 6], code[i, 7], code[i, 8], scratch, weights, memory
             )  # fmt: skip
 
 
 @compiled
 def act(
-    code, weights, scratch, memory, obs, scale, reward, is_first, prev_action, answer, at, lots, epsilon,
-    counts, novelty, odd, samples, action,
+    code, weights, scratch, memory, obs, scale, reward, is_first, prev_action, output, output_at, noise, epsilon,
+    counts, count_epsilon, hash_keys, samples, action,
 ):  # fmt: skip
-    """A row of every environment: obs [B, n], memory [B, numbers] -> answer [B, A] and the action chosen by it.
+    """One step of every environment: obs [B, n], memory [B, numbers] -> output [B, A], action [B].
 
-    samples: like `policy.sample`, with exponential lots [B, A]; else like `policy.epsilon_greedy`, with lots [2, B] and
-    epsilon [B].
+    With `samples` the output holds logits, and actions are chosen as by `policy.sample` with exponential noise [B, A].
+    Else the output holds Q, and actions are chosen as by `policy.epsilon_greedy` with uniform noise [2, B] and epsilon
+    [B]; where there are counts, epsilon is at least count_epsilon * min(1, episodes / visits).
     """
-    n, actions = obs.shape[1], answer.shape[1]
-    shown = scratch[n + 1 : n + 1 + actions]
+    n, actions = obs.shape[1], output.shape[1]
+    one_hot = scratch[n + 1 : n + 1 + actions]
     for b in range(len(obs)):
         if is_first[b]:
             memory[b, :] = 0
         for j in range(n):
             scratch[j] = obs[b, j] * scale
         scratch[n] = min(max(np.float32(reward[b]), np.float32(-1)), np.float32(1))
-        shown[:] = 0
+        one_hot[:] = 0
         if not is_first[b]:
-            shown[prev_action[b]] = 1
+            one_hot[prev_action[b]] = 1
         run(code, scratch, weights, memory[b])
         for a in range(actions):
-            answer[b, a] = scratch[at + a]
+            output[b, a] = scratch[output_at + a]
     if len(counts):
-        count(counts, odd, obs, prev_action, is_first)
+        count(counts, hash_keys, obs, prev_action, is_first)
     for b in range(len(obs)):
-        best = np.argmax(answer[b])
+        best = np.argmax(output[b])
         if samples:
-            best = np.argmax(answer[b] - np.log(lots[b]))
+            best = np.argmax(output[b] - np.log(noise[b]))
         else:
-            least = epsilon[b]
+            epsilon_b = epsilon[b]
             if len(counts):
-                rare = rarity(counts, odd, obs[b], prev_action[b], is_first[b])
-                least = max(least, np.float32(novelty * rare))
-            if lots[1, b] < least:
-                best = np.int64(lots[0, b] * np.float32(actions))
+                rare = rarity(counts, hash_keys, obs[b], prev_action[b], is_first[b])
+                epsilon_b = max(epsilon_b, np.float32(count_epsilon * rare))
+            if noise[1, b] < epsilon_b:
+                best = np.int64(noise[0, b] * np.float32(actions))
         action[b] = best

@@ -1,8 +1,8 @@
-"""Compiled functions whose machine code is kept, and thrown away when any code it was made from changes.
+"""Numba compilation with an on-disk cache that is invalidated by a change in any file it depends on.
 
-Numba stores machine code with a stamp of the file that defines a function. But the machine code also contains the
-functions and constants that it uses from other files: after a change of those files alone, the old code would still
-run. Here the stamp covers every file of the package that compiles functions, and the files that these import.
+Numba's cache checks the file that defines a function. But the machine code also contains functions and constants from
+other files: after a change of those files alone, the old machine code would still run. Here the cache key covers every
+file of the package that compiles functions, and the files that these import.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ IMPORTS = re.compile(r"^\s*from bestiary\.([\w.]+) import", re.M)
 
 @cache
 def stamp() -> bytes:
-    """A digest of every source file that compiled functions come from, or take functions and constants from."""
+    """A digest of all source files that define compiled functions or that these import."""
     package = Path(__file__).parents[1]
     compiling = {path: text for path in package.rglob("*.py") if COMPILES.search(text := path.read_text("utf-8"))}
     imported = {
@@ -35,11 +35,11 @@ def stamp() -> bytes:
 
 
 def compiler(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """A decorator: njit with these options, without the interpreter lock, kept on disk."""
+    """A decorator: njit with these options, without the GIL, cached on disk."""
 
     def compiled(function: Callable[..., Any]) -> Any:
-        made: Any = njit(cache=True, nogil=True, **options)(function)
-        extend_numba_stamp(made, stamp())
-        return made
+        dispatcher: Any = njit(cache=True, nogil=True, **options)(function)
+        extend_numba_stamp(dispatcher, stamp())
+        return dispatcher
 
     return compiled

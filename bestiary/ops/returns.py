@@ -1,4 +1,4 @@
-"""Estimates of return from rows of experience. Time is axis 0, batch axis 1."""
+"""Return estimators: V-trace, TD(lambda), Watkins's Q(lambda), n-step returns. Time is axis 0, batch axis 1."""
 
 from typing import NamedTuple
 
@@ -12,9 +12,9 @@ class VTrace(NamedTuple):
 
 
 def accumulate(x: Tensor, keep: Tensor) -> Tensor:
-    """y_t = x_t + keep_t y_{t+1}, nothing coming after the last row, [T, ...]: in log2(T) steps instead of T.
+    """y_t = x_t + keep_t y_{t+1} with y_T = 0, for [T, ...]: a parallel scan of log2(T) passes.
 
-    Before each step y_t covers `span` rows, and keep_t is what becomes of the rows after them.
+    Before each pass y_t is the sum over `span` steps, and keep_t is the product of their factors.
     """
     y, span = x, 1
     while span < len(x):
@@ -38,9 +38,9 @@ def vtrace(
 ) -> VTrace:
     """Off-policy corrected value targets and policy-gradient advantages (Espeholt et al. 2018, eq. 1, remark 2).
 
-    log_rho, discount, reward, value: [T, B]; bootstrap: [B], the value of the row after the last.
-    Where `valid` is false there is no move: the target is the value itself, which is what the move
-    before it bootstraps from when an episode was cut by a time limit.
+    log_rho, discount, reward, value: [T, B]; bootstrap: [B], the value of the step after the last.
+    Where `valid` is false count is no transition, only a reset: the target is the value itself. The transition before
+    it bootstraps from this target if the episode was truncated by a time limit.
     """
     assert log_rho.dim() >= 2 and log_rho.shape == discount.shape == reward.shape == value.shape
     rho = log_rho.exp()
@@ -62,11 +62,11 @@ def vtrace(
 def watkins_q_lambda(
     reward: Tensor, discount: Tensor, valid: Tensor, next_value: Tensor, greedy: Tensor, trace_decay: float
 ) -> Tensor:
-    """Watkins's Q(lambda): targets of the moves of a chunk, [T, B].
+    """Watkins's Q(lambda) (Watkins 1989): targets of the transitions of a chunk, [T, B].
 
-    next_value: [T, B], the value of the row each move leads to; greedy: [T, B], whether the action there was the best.
-    What lies behind an action that was not the best says nothing of the best, so the trace is cut there. It is cut as
-    well where the row led to is the last of its episode or of the chunk.
+    next_value: [T, B], max_a Q of the next step; greedy: [T, B], whether the action taken at the next step is greedy.
+    The trace is cut after a non-greedy action, since what follows is not a return of the greedy policy. It is also cut
+    at the last step of an episode or of the chunk.
     """
     ahead = torch.cat([valid[1:] & greedy[:-1], torch.zeros_like(valid[:1])])
     keep = trace_decay * ahead.to(next_value.dtype)
@@ -74,39 +74,39 @@ def watkins_q_lambda(
 
 
 def lambda_returns(reward: Tensor, discount: Tensor, valid: Tensor, next_value: Tensor, trace_decay: float) -> Tensor:
-    """TD(lambda): G_t = r_t + discount_t ((1 - lambda) V_t+1 + lambda G_t+1), [T, B]; after the last move G is V."""
+    """lambda-returns: G_t = r_t + discount_t ((1 - lambda) V_{t+1} + lambda G_{t+1}), [T, B]; at the end G = V."""
     return watkins_q_lambda(reward, discount, valid, next_value, torch.ones_like(valid), trace_decay)
 
 
 class NStep(NamedTuple):
-    """n moves ahead: a target is reward + discount * the value of the row reached."""
+    """n-step return (Sutton & Barto, ch. 7): reward + discount * value of the bootstrap step."""
 
-    reward: Tensor  # [L, B] discounted, of all moves on the way
-    discount: Tensor  # [L, B] of what lies behind them; 0 where that is nothing
-    row: Tensor  # [L, B] the row reached
+    reward: Tensor  # [L, B] discounted sum of the rewards of up to n transitions
+    discount: Tensor  # [L, B] product of their discounts; 0 after a terminal step
+    bootstrap_step: Tensor  # [L, B] index of the time step whose value completes the return
 
     def target(self, value: Tensor) -> Tensor:
-        """value: [L, B], of the rows reached."""
+        """value: [L, B], of the bootstrap steps."""
         return self.reward + self.discount * value
 
 
 @torch.no_grad()
 def n_step(reward: Tensor, discount: Tensor, valid: Tensor, n: int, length: int | None = None) -> NStep:
-    """Where the first `length` moves of a chunk (None: all) lead in n moves.
+    """n-step returns of the first `length` transitions of a chunk (None: all).
 
-    An episode that is over before has fewer; where it was cut by a time limit, its last row is reached. So it is at the
-    end of the chunk: from its last n - 1 moves on, less than n lie ahead.
+    A return ends early with its episode; if the episode was truncated, it bootstraps from the last observation. It also
+    ends early with the chunk: the last n - 1 transitions have fewer than n ahead.
     """
     length = len(reward) if length is None else length
     total, factor = torch.zeros_like(reward[:length]), torch.ones_like(reward[:length])
-    row = torch.arange(length, device=reward.device)[:, None].repeat(1, reward.shape[1])
-    going = torch.ones_like(valid[:length])
+    step = torch.arange(length, device=reward.device)[:, None].repeat(1, reward.shape[1])
+    active = torch.ones_like(valid[:length])
     for k in range(min(n, len(reward))):
-        there = min(length, len(reward) - k)  # moves that have a k-th after them
-        going[there:] = False
-        going[:there] &= valid[k : k + there]
-        on = going[:there]
-        total[:there] += torch.where(on, factor[:there] * reward[k : k + there], 0)
-        factor[:there] *= torch.where(on, discount[k : k + there], 1)
-        row += going
-    return NStep(total, factor, row)
+        count = min(length, len(reward) - k)  # transitions that have a k-th one after them
+        active[count:] = False
+        active[:count] &= valid[k : k + count]
+        on = active[:count]
+        total[:count] += torch.where(on, factor[:count] * reward[k : k + count], 0)
+        factor[:count] *= torch.where(on, discount[k : k + count], 1)
+        step += active
+    return NStep(total, factor, step)

@@ -1,8 +1,8 @@
-"""Whole rows as values, for compiled code: a Row lives in the processor's vector registers.
+"""SIMD vectors as a Numba type: a Vector is one LLVM vector value, held in vector registers.
 
-The compiler vectorises inner loops by guessing, and with rows as short as a head is wide it guesses wrong: it guards
-against overlapping arrays and unrolls past the row's end. A kernel that speaks in rows leaves nothing to guess, and
-reads like the equations. The width of a row is part of its type, so it travels as a tuple of that many zeros: `lanes`.
+LLVM's loop vectoriser does badly on loops as short as a head is wide: it adds checks for overlapping arrays and
+unrolls past the end. Kernels written with vectors need no loop vectoriser and read like the equations. The number of
+lanes is part of the type, so it is passed as a tuple of that many zeros: `lanes`.
 
     total = fma(q[i], load(W, (n, i, 0), lanes), total)
 """
@@ -18,17 +18,17 @@ from numba.extending import intrinsic, models, overload, register_model
 FAST = ("reassoc", "contract", "nsz", "arcp")  # sums may be reordered and fused; infinities and NaN keep their meaning
 
 
-class Row(types.Type):
+class Vector(types.Type):
     def __init__(self, dtype, width):
         self.dtype, self.width = dtype, width
-        super().__init__(name=f"Row({dtype}, {width})")
+        super().__init__(name=f"Vector({dtype}, {width})")
 
 
-@register_model(Row)
-class RowModel(models.PrimitiveModel):
-    def __init__(self, dmm, row):
-        number = ir.FloatType() if row.dtype == types.float32 else ir.DoubleType()
-        super().__init__(dmm, row, ir.VectorType(number, row.width))
+@register_model(Vector)
+class VectorModel(models.PrimitiveModel):
+    def __init__(self, dmm, kind):
+        number = ir.FloatType() if kind.dtype == types.float32 else ir.DoubleType()
+        super().__init__(dmm, kind, ir.VectorType(number, kind.width))
 
 
 def _suffix(vector):
@@ -36,25 +36,25 @@ def _suffix(vector):
 
 
 def _call(builder, name, result, *args):
-    """One of LLVM's own vector functions."""
+    """Call an LLVM vector intrinsic."""
     signature = ir.FunctionType(result, [a.type for a in args])
     function = cgutils.get_or_insert_function(builder.module, signature, name)
     return builder.call(function, args, fastmath=FAST)
 
 
-def _spread(builder, number, vector):
-    """The same number in every lane."""
+def _broadcast(builder, number, vector):
+    """A vector with the same number in every lane."""
     one = builder.insert_element(ir.Constant(vector, ir.Undefined), number, ir.Constant(ir.IntType(32), 0))
-    nowhere = ir.Constant(ir.VectorType(ir.IntType(32), vector.count), [0] * vector.count)
-    return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), nowhere)
+    zero_mask = ir.Constant(ir.VectorType(ir.IntType(32), vector.count), [0] * vector.count)
+    return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), zero_mask)
 
 
-def _number(vector, value):
+def _constant(vector, value):
     return ir.Constant(vector, [value] * vector.count)
 
 
 def _address(context, builder, signature, args):
-    """Of array[index], as the address of the vector that begins there."""
+    """Pointer to the vector that begins at array[index], its type and its alignment."""
     array = context.make_array(signature.args[0])(context, builder, args[0])
     index = cgutils.unpack_tuple(builder, args[1], len(signature.args[1]))
     start = cgutils.get_item_pointer(context, builder, signature.args[0], array, index, wraparound=False)
@@ -64,44 +64,44 @@ def _address(context, builder, signature, args):
 
 @intrinsic
 def load(typing, array, index, lanes):
-    """The row that begins at array[index]."""
+    """The vector that begins at array[index]."""
 
     def generate(context, builder, signature, args):
         start, vector, align = _address(context, builder, signature, args)
         return builder.load(start, align=align, typ=vector)
 
-    return Row(array.dtype, len(lanes))(array, index, lanes), generate
+    return Vector(array.dtype, len(lanes))(array, index, lanes), generate
 
 
 @intrinsic
-def store(typing, array, index, lanes, row):
-    """The row, to array[index] and after."""
+def store(typing, array, index, lanes, vector):
+    """Write the vector to array[index] and the entries after it."""
 
     def generate(context, builder, signature, args):
         start, _, align = _address(context, builder, signature, args)
         builder.store(args[3], start, align=align)
         return context.get_dummy_value()
 
-    return types.none(array, index, lanes, row), generate
+    return types.none(array, index, lanes, vector), generate
 
 
 @intrinsic
 def zeros(typing, array, lanes):
-    """A row of zeros, of the array's kind."""
+    """A vector of zeros with the dtype of the array."""
 
     def generate(context, builder, signature, args):
         return ir.Constant(context.get_value_type(signature.return_type), None)
 
-    return Row(array.dtype, len(lanes))(array, lanes), generate
+    return Vector(array.dtype, len(lanes))(array, lanes), generate
 
 
 @intrinsic
 def fma(typing, a, x, y):
-    """a x + y, with a number a and rows x, y."""
+    """a x + y for a scalar a and vectors x, y."""
 
     def generate(context, builder, signature, args):
         number = context.cast(builder, args[0], signature.args[0], x.dtype)
-        product = builder.fmul(_spread(builder, number, args[1].type), args[1], flags=FAST)
+        product = builder.fmul(_broadcast(builder, number, args[1].type), args[1], flags=FAST)
         return builder.fadd(product, args[2], flags=FAST)
 
     return x(a, x, y), generate
@@ -118,7 +118,7 @@ def dot(typing, x, y):
 
 
 @intrinsic
-def largest(typing, x):
+def reduce_max(typing, x):
     def generate(context, builder, signature, args):
         kind = args[0].type
         return _call(builder, f"llvm.vector.reduce.fmax.{_suffix(kind)}", kind.element, args[0])
@@ -127,11 +127,11 @@ def largest(typing, x):
 
 
 @intrinsic
-def spread(typing, a, x):
-    """The number a in every lane of a row like x."""
+def broadcast(typing, a, x):
+    """The scalar a in every lane of a vector like x."""
 
     def generate(context, builder, signature, args):
-        return _spread(builder, context.cast(builder, args[0], signature.args[0], x.dtype), args[1].type)
+        return _broadcast(builder, context.cast(builder, args[0], signature.args[0], x.dtype), args[1].type)
 
     return x(a, x), generate
 
@@ -139,14 +139,14 @@ def spread(typing, a, x):
 @intrinsic
 def where_positive(typing, x, yes, no):
     def generate(context, builder, signature, args):
-        return builder.select(builder.fcmp_ordered(">", args[0], _number(args[0].type, 0.0)), args[1], args[2])
+        return builder.select(builder.fcmp_ordered(">", args[0], _constant(args[0].type, 0.0)), args[1], args[2])
 
     return x(x, yes, no), generate
 
 
 @intrinsic
 def exp(typing, x):
-    """2^n e^r with n a whole number and |r| <= ln(2)/2, e^r by its series to the last digit of the type."""
+    """2^n e^r with an integer n and |r| <= ln(2)/2; e^r by its Taylor series to the precision of the type."""
 
     def generate(context, builder, signature, args):
         vector, single = args[0].type, isinstance(args[0].type.element, ir.FloatType)
@@ -155,7 +155,7 @@ def exp(typing, x):
         log2_high, log2_low = (0.693359375, -2.12194440e-4) if single else (6.93145751953125e-1, 1.42860682030941723e-6)
 
         def number(value):
-            return _number(vector, value)
+            return _constant(vector, value)
 
         def mul_add(a, b, c):
             return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
@@ -197,26 +197,26 @@ def _operator(name):
 _add, _subtract, _multiply, _divide = (_operator(name) for name in ("fadd", "fsub", "fmul", "fdiv"))
 
 
-def _between_rows(operation, apply):
+def _overload_operator(operation, apply):
     @overload(operation)
     def choose(x, y):
-        both = isinstance(x, Row) and isinstance(y, Row)
+        both = isinstance(x, Vector) and isinstance(y, Vector)
         return (lambda x, y: apply(x, y)) if both else None
 
 
-_between_rows(operator.add, _add)
-_between_rows(operator.sub, _subtract)
-_between_rows(operator.mul, _multiply)
-_between_rows(operator.truediv, _divide)
+_overload_operator(operator.add, _add)
+_overload_operator(operator.sub, _subtract)
+_overload_operator(operator.mul, _multiply)
+_overload_operator(operator.truediv, _divide)
 
 
 @njit(nogil=True, error_model="numpy", forceinline=True)
 def sigmoid(x):
-    one = spread(1, x)
+    one = broadcast(1, x)
     return one / (one + exp(x - x - x))
 
 
 @njit(nogil=True, error_model="numpy", forceinline=True)
 def tanh(x):
-    one = spread(1, x)
-    return one - spread(2, x) / (one + exp(x + x))
+    one = broadcast(1, x)
+    return one - broadcast(2, x) / (one + exp(x + x))

@@ -1,7 +1,7 @@
-"""Four ways to program a small network's weights while it runs, each in a plain form and in fast ones.
+"""The four fast-weight rules (fast weight programmers, Schmidhuber 1992), each as a plain loop and in faster forms.
 
-The functions here choose the fastest form for where the tensors are: compiled kernels on the CPU, Triton kernels on
-CUDA, otherwise matrix products over chunks of rows where the rule allows it, and the plain loop where it does not.
+The functions here choose the fastest form for the device of the tensors: Numba kernels on the CPU, Triton kernels on
+CUDA, else matrix products over chunks of time steps (Linear Transformer and Delta Net), else the plain loop.
 """
 
 import importlib.util
@@ -14,7 +14,7 @@ from torch import Tensor
 from bestiary.ops.fastweights import chunked, loops
 from bestiary.ops.fastweights.loops import FeatureMap, Recurrence
 
-WIDEST_ROW = 128  # a kernel holds rows in registers: wider heads are faster as matrix products
+MAX_KERNEL_WIDTH = 128  # kernels hold vectors of the head width in registers: wider heads are faster as products
 
 
 @cache
@@ -23,14 +23,14 @@ def _has_triton() -> bool:
 
 
 def form(rule: str, x: Tensor, width: int) -> ModuleType:
-    """The module whose `rule` is the fastest for heads of this width, where x is."""
+    """The module whose function `rule` is the fastest for heads of this width on the device of x."""
     if x.dtype not in (torch.float32, torch.float64):
         return loops
-    if x.device.type == "cpu" and width <= WIDEST_ROW:
+    if x.device.type == "cpu" and width <= MAX_KERNEL_WIDTH:
         from bestiary.ops.fastweights import cpu
 
         return cpu
-    if x.is_cuda and width <= WIDEST_ROW and _has_triton():
+    if x.is_cuda and width <= MAX_KERNEL_WIDTH and _has_triton():
         from bestiary.ops.fastweights import gpu
 
         return gpu

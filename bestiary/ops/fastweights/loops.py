@@ -1,9 +1,9 @@
-"""The four fast-weight rules as they are written in the papers, row by row: slow, obvious, the measure of the rest.
+"""The four fast-weight rules as written in the papers, one time step after the other: the reference for fast forms.
 
-x: [T, B, H, ...], what each row asks and tells, side by side: query, key and value of width D, and the strength of
-the write, all before their maps. y: [T, B, H, D]; reset: [T, B]; a memory W: [B, H, D, D], key by value.
-Where reset is true the memory is empty before the row. `bptt` cuts the gradient: the memory that enters
-row 0, bptt, 2 bptt, ... is a constant.
+x: [T, B, H, ...], the output of the slow network side by side: query, key and value of width D and the write
+strength, all before feature map and sigmoid. y: [T, B, H, D]; reset: [T, B]; a memory (fast weights) W: [B, H, D, D],
+key by value. Where reset is true the memory is zero before the step. `bptt` truncates the gradient: the memory before
+steps 0, bptt, 2 bptt, ... is a constant.
 """
 
 from typing import Literal, NamedTuple
@@ -18,7 +18,7 @@ PREVIOUS_EPS = 1e-6  # added to the denominator of Delta RNN's softmax of its pr
 
 
 def feature_map(name: FeatureMap, x: Tensor) -> Tensor:
-    """Keys and queries of bounded size, so that a write cannot blow up the memory.
+    """The feature map phi of queries and keys. Its bounded norm keeps the delta rule stable.
 
     elu: (ELU + 1) over its sum; softmax; silu: SiLU over its Euclidean norm.
     """
@@ -32,7 +32,7 @@ def feature_map(name: FeatureMap, x: Tensor) -> Tensor:
 
 
 class Recurrence(NamedTuple):
-    """How a Recurrent Delta Net's previous output shifts its next query, key, value and write strength."""
+    """Recurrent weights of the Recurrent Delta Net: from its last output to query, key, value and write strength."""
 
     q: Tensor  # [H, D, D], from output to query
     k: Tensor  # [H, D, D]
@@ -45,12 +45,12 @@ def read(W: Tensor, q: Tensor) -> Tensor:
 
 
 def delta_write(W: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
-    """W + beta k (v - W^T k)^T: store the difference between what is told and what is known."""
+    """The delta rule (Widrow & Hoff 1960; Schlag et al. 2021): W + beta k (v - W^T k)^T."""
     return W + torch.einsum("bhk,bhv->bhkv", k, beta[..., None] * (v - read(W, k)))
 
 
 def carry(t: int, reset: Tensor, bptt: int | None, *memory: Tensor) -> tuple[Tensor, ...]:
-    """What enters row t: nothing after a reset, a constant where the gradient is cut."""
+    """The memories before step t: zero after a reset, constants where the gradient is truncated."""
     kept = [torch.where(reset.view(-1, *[1] * (m.dim() - 1)), 0, m) for m in memory]
     return tuple(m.detach() if bptt is not None and t % bptt == 0 else m for m in kept)
 
@@ -77,8 +77,8 @@ def delta_net(
     q, k, v, beta = x.split([D, D, D, 1], -1)
     q, k, beta = feature_map(phi, q), feature_map(phi, k), beta.squeeze(-1).sigmoid()
     outputs = []
-    rows = zip(q.unbind(), k.unbind(), v.unbind(), beta.unbind(), reset.unbind(), strict=True)
-    for t, (q_t, k_t, v_t, beta_t, new) in enumerate(rows):
+    steps = zip(q.unbind(), k.unbind(), v.unbind(), beta.unbind(), reset.unbind(), strict=True)
+    for t, (q_t, k_t, v_t, beta_t, new) in enumerate(steps):
         (W,) = carry(t, new, bptt, W)
         W = delta_write(W, k_t, v_t, beta_t)
         outputs.append(read(W, q_t))
@@ -94,11 +94,11 @@ def recurrent_delta_net(
     phi: FeatureMap = "softmax",
     bptt: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """A Delta Net that hears its previous output y: [B, H, D] (Irie et al. 2021). x: q, k, v, beta."""
+    """Delta Net with recurrent connections from its last output y: [B, H, D] (Irie et al. 2021). x: q, k, v, beta."""
     D = W.shape[-1]
     outputs = []
-    rows = zip(*(part.unbind() for part in x.split([D, D, D, 1], -1)), reset.unbind(), strict=True)
-    for t, (q_t, k_t, v_t, beta_t, new) in enumerate(rows):
+    steps = zip(*(part.unbind() for part in x.split([D, D, D, 1], -1)), reset.unbind(), strict=True)
+    for t, (q_t, k_t, v_t, beta_t, new) in enumerate(steps):
         W, y = carry(t, new, bptt, W, y)
         u = y.tanh()
         q_t, k_t = (feature_map(phi, z + torch.einsum("bhi,hij->bhj", u, r)) for z, r in ((q_t, R.q), (k_t, R.k)))
@@ -120,7 +120,7 @@ def delta_rnn(
     bptt: int | None = None,
     eps: float = PREVIOUS_EPS,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y = W^T q + R^T softmax(previous y), both memories written by the delta rule (Irie et al. 2021).
+    """y = W^T q + R^T softmax(last y), both memories written by the delta rule (Irie et al. 2021).
 
     x: q, k, v, second k, second v, beta, second beta.
     """
@@ -129,8 +129,8 @@ def delta_rnn(
     q, k, kr = (feature_map(phi, z) for z in (q, k, kr))
     beta, betar = beta.sigmoid().unbind(-1)
     outputs = []
-    rows = zip(*(z.unbind() for z in (q, k, v, beta, kr, vr, betar, reset)), strict=True)
-    for t, (q_t, k_t, v_t, beta_t, kr_t, vr_t, betar_t, new) in enumerate(rows):
+    steps = zip(*(z.unbind() for z in (q, k, v, beta, kr, vr, betar, reset)), strict=True)
+    for t, (q_t, k_t, v_t, beta_t, kr_t, vr_t, betar_t, new) in enumerate(steps):
         W, R, y = carry(t, new, bptt, W, R, y)
         W = delta_write(W, k_t, v_t, beta_t)
         R = delta_write(R, kr_t, vr_t, betar_t)

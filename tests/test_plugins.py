@@ -155,7 +155,7 @@ def test_the_memory_of_another_core_is_refused(other):
     step = TimeStep(torch.zeros(1, 2, 3), number, torch.zeros(1, 2), flag, flag)
     torso(step, torso.initial_state(2))
     foreign: Core = other.build(8)
-    with pytest.raises(ValueError, match="the state belongs to another memory"):
+    with pytest.raises(ValueError, match="this core needs"):
         torso(step, foreign.initial_state(2))
 
 

@@ -121,7 +121,7 @@ class _RecurrentDeltaNet(torch.autograd.Function):
         )  # fmt: skip
         # gradient of the recurrent weights over all time steps at once
         dR_all = torch.einsum("tbhi,tbhj->hij", feedback, dx)  # [H, D, 3D + 1]
-        dR = [*dR_all[..., : 3 * D].split(D, -1), gradients[..., 3 * D]]
+        dR = [*dR_all[..., : 3 * D].split(D, -1), dR_all[..., 3 * D]]
         return dx, *dR, None, dW_first, dy_first, None, None
 
 
@@ -157,7 +157,7 @@ class _DeltaRnn(torch.autograd.Function):
         dy, dW, dR = (grad.contiguous() for grad in grads)
         gradients = [torch.empty_like(a) for a in (x, dW, dR, dy[0])]
         ctx.call.run(kernels.delta_rnn_backward, x, *ctx.call.segments(reset), *buffers, dy, dW, dR, *gradients)
-        return gradients[0], None, *grads_out[1:], None, None, None
+        return gradients[0], None, *gradients[1:], None, None, None
 
 
 def linear_transformer(

@@ -749,7 +749,7 @@ def test_what_makes_no_sense_is_refused_in_one_sentence(tmp_path, refused):
 def test_a_missing_matplotlib_is_named_before_anything_is_played(tmp_path, refused, monkeypatch):
     a, b = (str(make_run(tmp_path / name, Catch(), net=Net())) for name in "ab")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert 'need the extra "plot"' in refused("--trusted", a, b)
+    assert 'the extra "plot"' in refused("--trusted", a, b)
 
 
 # -- the page ---------------------------------------------------------------------------------------------

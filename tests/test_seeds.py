@@ -1,4 +1,4 @@
-"""Many seeds with one command: side by side, resumed, stopped, and told as one number."""
+"""Several seeds with one command: trained in parallel, resumed, stopped, and summarised."""
 
 import csv
 import json
@@ -33,14 +33,14 @@ QUICK += ["--evaluation.every", "200", "--evaluation.episodes", "4"]
 
 
 @pytest.fixture
-def pretending(monkeypatch):
-    """Processes that only pretend to train: the rest is real."""
+def fake_training(monkeypatch):
+    """Processes are real, but only write the files of a training run."""
     monkeypatch.setattr(executor, "command", lambda path: [sys.executable, fake_run.__file__, str(path)])
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _signals():
-    """The program takes Ctrl-C and SIGTERM for itself: give them back."""
+    """Restore the signal handlers that the program replaces."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():
@@ -52,12 +52,12 @@ def experiment() -> Experiment:
     return replace(preset("catch"), frames=400, evaluation=Evaluation(every=100, episodes=4))
 
 
-def worth(experiment: Experiment, seed: int) -> float:
+def final_score(experiment: Experiment, seed: int) -> float:
     return value(json.loads(replace(experiment, seed=seed).to_json()))
 
 
-def nobody_works_in(root: Path) -> bool:
-    """Every process holds the lock for as long as it lives."""
+def is_unlocked(root: Path) -> bool:
+    """True if no process of a run is left, because each holds the lock of the directory."""
     executor.lock_directory(root).close()
     return True
 
@@ -84,22 +84,22 @@ def test_seeds_are_a_number_a_range_or_a_list(text, first, found):
     ("text", "sentence"),
     [
         ("0", "must be at least 1"),
-        ("29..25", "runs backwards: write 25..29"),
-        ("1,5,1", "name 1 twice"),
-        ("1,3..5,4", "name 4 twice"),
-        ("-3", "should be how many (5), a range (25..29) or a list (1,5,9)"),
-        ("", "should be how many"),
-        ("five", "should be how many"),
-        ("1..", "should be how many"),
-        ("0..5000000000", "at most 1,000 at once"),
+        ("29..25", "ends before it starts: write it as 25..29"),
+        ("1,5,1", "contain 1 twice"),
+        ("1,3..5,4", "contain 4 twice"),
+        ("-3", "should be a number of seeds (5), a range (25..29) or a list (1,5,9)"),
+        ("", "should be a number of seeds"),
+        ("five", "should be a number of seeds"),
+        ("1..", "should be a number of seeds"),
+        ("0..5000000000", "at most 1,000 are allowed"),
     ],
 )
-def test_other_words_are_not_seeds(text, sentence):
+def test_other_texts_are_not_seeds(text, sentence):
     with pytest.raises(UserError, match=sentence.replace("(", r"\(").replace(")", r"\)")):
         seeds.parse_seeds(text)
 
 
-def test_each_seed_has_one_thread_unless_told_otherwise(experiment, tmp_path):
+def test_each_seed_has_one_thread_by_default(experiment, tmp_path):
     planned = seeds.plan(experiment, [3, 4], tmp_path)
     assert [(job.experiment.seed, job.experiment.runtime.threads, job.path.name) for job in planned] == [
         (3, 1, "seed3"),
@@ -109,13 +109,13 @@ def test_each_seed_has_one_thread_unless_told_otherwise(experiment, tmp_path):
     assert seeds.plan(two, [0], tmp_path)[0].experiment.runtime.threads == 2
 
 
-# -- what comes out -----------------------------------------------------------------------------------------
+# -- results -----------------------------------------------------------------------------------------
 
 
-def test_the_aggregate_is_what_one_computes_by_hand(pretending, experiment, tmp_path):
-    told: list[str] = []
-    result = seeds.train_seeds(experiment, [1, 2, 8], tmp_path, jobs=3, log=told.append)
-    values = sorted(worth(experiment, seed) for seed in (1, 2, 8))
+def test_statistics_over_seeds_equal_those_computed_by_hand(fake_training, experiment, tmp_path):
+    messages: list[str] = []
+    result = seeds.train_seeds(experiment, [1, 2, 8], tmp_path, jobs=3, log=messages.append)
+    values = sorted(final_score(experiment, seed) for seed in (1, 2, 8))
     last = result["over_seeds"]["score"]["last"]
     assert last["n"] == 3
     assert last["mean"] == pytest.approx(sum(values) / 3, abs=1e-8)
@@ -127,10 +127,10 @@ def test_the_aggregate_is_what_one_computes_by_hand(pretending, experiment, tmp_
     assert [row["score"]["best_frames"] for row in result["seeds"]] == [400] * 3
     with (tmp_path / "seeds.csv").open() as file:
         table = {row["seed"]: row for row in csv.DictReader(file)}
-    assert float(table["2"]["score_last"]) == pytest.approx(worth(experiment, 2), abs=1e-8)
+    assert float(table["2"]["score_last"]) == pytest.approx(final_score(experiment, 2), abs=1e-8)
     assert float(table["mean"]["score_last"]) == pytest.approx(last["mean"])
     assert float(table["iqm"]["score_best"]) == pytest.approx(result["over_seeds"]["score"]["best"]["iqm"])
-    assert sum("finished in" in line for line in told) == 3
+    assert sum("finished in" in line for line in messages) == 3
 
 
 def test_one_seed_has_no_interval():
@@ -145,18 +145,18 @@ def test_the_best_evaluation_need_not_be_the_last(experiment, tmp_path):
     assert row["finished"] and row["score"] == {"last": 3.0, "best": 7.0, "best_frames": 300}
 
 
-def test_what_is_running_is_told_now_and_then(pretending, experiment, tmp_path, monkeypatch):
+def test_progress_of_running_seeds_is_logged(fake_training, experiment, tmp_path, monkeypatch):
     monkeypatch.setenv(SECONDS_PER_EVALUATION, "0.2")
-    told: list[str] = []
-    seeds.train_seeds(experiment, [25, 26], tmp_path, jobs=2, log=told.append, progress_seconds=0.3)
-    where = [line for line in told if "seed 26" in line and "of 400" in line]
+    messages: list[str] = []
+    seeds.train_seeds(experiment, [25, 26], tmp_path, jobs=2, log=messages.append, progress_seconds=0.3)
+    where = [line for line in messages if "seed 26" in line and "of 400" in line]
     assert where and any("evaluation 0." in line for line in where)
 
 
-# -- again, and again ---------------------------------------------------------------------------------------
+# -- resume and stop ---------------------------------------------------------------------------------------
 
 
-def test_what_is_finished_is_left_alone_and_the_rest_goes_on(pretending, experiment, tmp_path):
+def test_finished_seeds_are_kept_and_the_others_resume(fake_training, experiment, tmp_path):
     seeds.train_seeds(experiment, [0], tmp_path)
     before = modification_times(tmp_path / "seed0")
     result = seeds.train_seeds(experiment, [0, 1], tmp_path)
@@ -167,18 +167,18 @@ def test_what_is_finished_is_left_alone_and_the_rest_goes_on(pretending, experim
     assert modification_times(tmp_path / "seed0") != before
 
 
-def test_a_seed_that_fails_does_not_stop_the_others(pretending, tmp_path, capsys):
+def test_a_seed_that_fails_does_not_stop_the_others(fake_training, tmp_path, capsys):
     args = ["train", "catch", *QUICK, "--frames", "400", "--seeds", "12..14", "--jobs", "1", "--run", str(tmp_path)]
     assert main(args) == 2
-    said = capsys.readouterr()
-    assert "seed 13 failed: ValueError: sensor unplugged" in said.out
-    assert "1 of 3 seeds failed, the first: seed 13: ValueError: sensor unplugged" in said.err
+    printed = capsys.readouterr()
+    assert "seed 13 failed: ValueError: sensor unplugged" in printed.out
+    assert "1 of 3 seeds failed, the first: seed 13: ValueError: sensor unplugged" in printed.err
     rows = {row["seed"]: row for row in json.loads((tmp_path / "seeds.json").read_text())["seeds"]}
     assert rows[12]["finished"] and rows[14]["finished"] and not rows[13]["finished"]
     assert json.loads((tmp_path / "seeds.json").read_text())["over_seeds"]["score"]["last"]["n"] == 2
 
 
-def test_whatever_goes_wrong_nobody_is_left_behind(pretending, experiment, tmp_path, monkeypatch):
+def test_an_error_leaves_no_process_behind(fake_training, experiment, tmp_path, monkeypatch):
     monkeypatch.setenv(SECONDS_PER_EVALUATION, "0.1")
     long = replace(experiment, frames=100_000)
 
@@ -189,18 +189,18 @@ def test_whatever_goes_wrong_nobody_is_left_behind(pretending, experiment, tmp_p
         executor.run_all(
             seeds.plan(long, [0, 1], tmp_path), 2, lambda ended: None, on_progress=trip, progress_seconds=0.5
         )
-    assert nobody_works_in(tmp_path)
+    assert is_unlocked(tmp_path)
     assert all(list((tmp_path / f"seed{s}" / "checkpoints").iterdir()) for s in (0, 1))  # and they saved
 
 
-def test_two_at_the_same_runs_are_one_too_many(pretending, experiment, tmp_path):
+def test_a_directory_in_use_is_refused(fake_training, experiment, tmp_path):
     tmp_path.mkdir(exist_ok=True)
     with executor.lock_directory(tmp_path), pytest.raises(UserError, match="is in use by another process"):
         seeds.train_seeds(experiment, [0], tmp_path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_reaches_every_seed_and_the_same_command_goes_on(number, pretending, tmp_path, monkeypatch, capsys):
+def test_a_signal_stops_every_seed_and_the_same_command_resumes(number, fake_training, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(SECONDS_PER_EVALUATION, "0.05")
     args = ["train", "catch", *QUICK, "--seeds", "3..4", "--jobs", "2", "--run", str(tmp_path), "--frames"]
 
@@ -214,7 +214,7 @@ def test_a_signal_reaches_every_seed_and_the_same_command_goes_on(number, preten
     assert main([*args, "100k"]) == 128 + number
     assert "(unfinished)" in capsys.readouterr().out
     assert json.loads((tmp_path / "seeds.json").read_text())["over_seeds"] == {}  # nothing to compare yet
-    assert nobody_works_in(tmp_path)
+    assert is_unlocked(tmp_path)
     reached = [int(Run(tmp_path / f"seed{s}").find().name) for s in (3, 4)]
     assert 0 < min(reached) <= max(reached) < 100_000
     assert main([*args, str(max(reached) + 200)]) == 0
@@ -222,7 +222,7 @@ def test_a_signal_reaches_every_seed_and_the_same_command_goes_on(number, preten
     assert [row["finished"] for row in rows] == [True, True]
 
 
-def test_only_a_second_ctrl_c_insists():
+def test_only_a_second_ctrl_c_interrupts_saving():
     stop = Signals()
     signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGTERM)  # a batch system that tells the program and its processes
@@ -234,35 +234,35 @@ def test_only_a_second_ctrl_c_insists():
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        (["--seeds", "x"], "seeds='x' should be how many"),
+        (["--seeds", "x"], "seeds='x' should be a number of seeds"),
         (["--seeds", "2", "--jobs", "0"], "jobs=0 must be at least 1"),
         (["--jobs", "2"], "name them with --seeds"),
     ],
 )
-def test_wrong_words_are_refused_before_any_work(args, sentence, capsys, tmp_path, monkeypatch):
+def test_wrong_arguments_are_refused_before_any_work(args, sentence, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["train", "catch", *args]) == 2
     assert sentence in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
 
 
-def test_another_experiment_in_the_same_place_is_refused(pretending, experiment, tmp_path):
+def test_another_experiment_in_the_same_directory_is_refused(fake_training, experiment, tmp_path):
     seeds.train_seeds(experiment, [0], tmp_path)
     before = modification_times(tmp_path)
     other = replace(experiment, algo=replace(experiment.algo, discount=0.5))
     with pytest.raises(UserError, match="holds another experiment"):
         seeds.train_seeds(other, [0, 1], tmp_path)
-    with pytest.raises(UserError, match="is a run itself"):
+    with pytest.raises(UserError, match="is a single run"):
         seeds.train_seeds(experiment, [0], tmp_path / "seed0")
     assert modification_times(tmp_path) == before
 
 
-# -- real processes -----------------------------------------------------------------------------------------
+# -- real training -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def story(tmp_path_factory) -> Path:
-    """Two seeds whose parent is killed without a word; then they are trained to their end by the same command."""
+def trained(tmp_path_factory) -> Path:
+    """Two seeds whose parent process is killed; then the same command trains them to their end."""
     root = tmp_path_factory.mktemp("seeds") / "catch"
     args = ["train", "catch", *QUICK, "--seeds", "2", "--jobs", "2", "--run", str(root), "--frames"]
     parent = subprocess.Popen([sys.executable, "-m", "bestiary", *args, "100M"], stdout=subprocess.DEVNULL)
@@ -274,7 +274,7 @@ def story(tmp_path_factory) -> Path:
     parent.wait()
     while True:
         try:
-            assert nobody_works_in(root)
+            assert is_unlocked(root)
             break
         except UserError:
             assert time.monotonic() < deadline
@@ -286,36 +286,36 @@ def story(tmp_path_factory) -> Path:
     return root
 
 
-def test_seeds_save_and_leave_when_their_parent_is_killed_and_go_on_later(story):
-    rows = json.loads((story / "seeds.json").read_text())["seeds"]
+def test_seeds_save_when_their_parent_is_killed_and_resume_later(trained):
+    rows = json.loads((trained / "seeds.json").read_text())["seeds"]
     assert [(row["seed"], row["finished"]) for row in rows] == [(0, True), (1, True)]
     for seed in (0, 1):
-        experiment = Run(story / f"seed{seed}").experiment()
+        experiment = Run(trained / f"seed{seed}").experiment()
         assert experiment.seed == seed and experiment.runtime.threads == 1
 
 
-def test_a_directory_of_seeds_is_evaluated_as_one(story, capsys):
-    assert main(["eval", str(story), "--episodes", "6", "--mode", "greedy", "--checkpoint", "best"]) == 0
+def test_a_directory_of_seeds_is_evaluated_with_one_command(trained, capsys):
+    assert main(["eval", str(trained), "--episodes", "6", "--mode", "greedy", "--checkpoint", "best"]) == 0
     assert "greedy score" in capsys.readouterr().out
-    (file,) = story.glob("eval-*.json")
+    (file,) = trained.glob("eval-*.json")
     assert file.name == "eval-best-1x6-seed0-greedy.json"
     result = json.loads(file.read_text())
-    own = [json.loads(next(story.glob(f"seed{s}/eval-*.json")).read_text())["greedy"]["game"]["mean"] for s in (0, 1)]
+    own = [json.loads(next(trained.glob(f"seed{s}/eval-*.json")).read_text())["greedy"]["game"]["mean"] for s in (0, 1)]
     assert [row["greedy"]["game"] for row in result["seeds"]] == own
     assert result["greedy"]["game"]["mean"] == pytest.approx(sum(own) / 2)
     assert [result["greedy"]["game"][k] for k in ("ci95_low", "ci95_high")] == sorted(own)  # of two: both
 
 
-def test_a_seed_that_was_never_trained_is_left_out_and_named(story, capsys, tmp_path):
-    (tmp_path / "seed2").symlink_to(story / "seed0")
-    Run.create(tmp_path / "seed10", Run(story / "seed0").experiment())
+def test_a_seed_without_a_checkpoint_is_left_out_and_named(trained, capsys, tmp_path):
+    (tmp_path / "seed2").symlink_to(trained / "seed0")
+    Run.create(tmp_path / "seed10", Run(trained / "seed0").experiment())
     assert [path.name for path in seed_runs(tmp_path)] == ["seed2", "seed10"]
     assert main(["eval", str(tmp_path), "--episodes", "4", "--mode", "greedy"]) == 2
-    said = capsys.readouterr()
-    assert "seed10 is left out" in said.out and "seed2" in said.out
-    assert "left out: seed10" in said.err
+    printed = capsys.readouterr()
+    assert "seed10 is left out" in printed.out and "seed2" in printed.out
+    assert "left out: seed10" in printed.err
 
 
-def test_a_directory_of_seeds_knows_the_environment_it_was_trained_in(story):
-    chosen = read_eval([str(story), "--env.rows", "6"])
-    assert chosen.run == story and chosen.env == Catch(rows=6, columns=5)
+def test_eval_takes_the_environment_from_a_directory_of_seeds(trained):
+    chosen = read_eval([str(trained), "--env.rows", "6"])
+    assert chosen.run == trained and chosen.env == Catch(rows=6, columns=5)

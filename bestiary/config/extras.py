@@ -1,24 +1,23 @@
-"""Optional parts: imported where used, and named in the error when missing."""
+"""Optional dependencies (extras): imported where they are used; an error names the extra that is missing."""
 
 import importlib.util
 
 from bestiary.errors import UserError
 
-EXTRAS = {  # extra -> (module that shows it is there, what it is for)
+EXTRAS = {  # extra -> (a module that it installs, its purpose)
     "atari": ("ale_py", "Atari games"),
     "box2d": ("Box2D", "LunarLander and other Box2D tasks"),
-    "envpool": ("envpool", "LunarLanders stepped in C++"),
-    "plot": ("matplotlib", "pictures of curves"),
+    "envpool": ("envpool", "LunarLander environments in C++"),
+    "plot": ("matplotlib", "figures"),
     "video": ("imageio_ffmpeg", "videos"),
     "wandb": ("wandb", "logging to Weights & Biases"),
     "ray": ("ray", "training on a cluster"),
     "sweep": ("optuna", "hyper-parameter search"),
-    "onnx": ("onnx", "export"),
 }
 
 
 class MissingExtra(UserError):
-    pass
+    """A module of an extra is not installed."""
 
 
 def available(extra: str) -> bool:
@@ -27,4 +26,6 @@ def available(extra: str) -> bool:
 
 def require(module: str, extra: str) -> None:
     if importlib.util.find_spec(module) is None:
-        raise MissingExtra(f'{EXTRAS[extra][1]} need the extra "{extra}": pip install "bestiary[{extra}]"')
+        raise MissingExtra(
+            f'the extra "{extra}" ({EXTRAS[extra][1]}) is not installed: pip install "bestiary[{extra}]"'
+        )

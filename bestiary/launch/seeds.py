@@ -1,4 +1,4 @@
-"""One experiment with many seeds: trained side by side, evaluated alike, told as one number with an interval."""
+"""One experiment with several seeds: trained in parallel, evaluated alike, and summarised with a 95% interval."""
 
 import csv
 import json
@@ -25,11 +25,13 @@ from bestiary.training.evaluation import evaluate
 from bestiary.training.run import EXPERIMENT, Run
 from bestiary.types import Mode
 
-METRICS = ("score", "success")  # of evaluations.csv; the second only where the environment says what success is
-MANY = 1_000  # more seeds than these are a slip of the finger
+METRICS = ("score", "success")  # columns of evaluations.csv; success only of environments that define it
+MAX_SEEDS = 1_000  # a larger number is taken for a typing mistake
 
 
 class SeedRun(NamedTuple):
+    """The run of one seed."""
+
     seed: int
     experiment: Experiment
     path: Path
@@ -40,29 +42,31 @@ class SeedRun(NamedTuple):
 
 
 def parse_seeds(text: str, first: int = 0) -> list[int]:
-    """5: so many, counted from the first; 25..29: a range with both ends; 1,5,9: these."""
+    """5: five seeds from `first` on; 25..29: a range with both ends; 1,5,9: a list."""
     found: list[int] = []
     for part in text.replace(" ", "").split(","):
         match = re.fullmatch(r"(\d{1,19})(?:\.\.(\d{1,19}))?", part)
         if match is None:
-            raise UserError(f"seeds={text!r} should be how many (5), a range (25..29) or a list (1,5,9)")
+            raise UserError(f"seeds={text!r} should be a number of seeds (5), a range (25..29) or a list (1,5,9)")
         low, high = int(match[1]), int(match[2] or match[1])
         if "," not in text and match[2] is None:
             low, high = first, first + low - 1
             if high < low:
                 raise UserError(f"seeds={text} must be at least 1")
         if high < low:
-            raise UserError(f"seeds={part} runs backwards: write {high}..{low}")
-        if len(found) + high - low >= MANY:
-            raise UserError(f"seeds={text} are {len(found) + high - low + 1:,}: at most {MANY:,} at once")
+            raise UserError(f"seeds={part} is a range that ends before it starts: write it as {high}..{low}")
+        if len(found) + high - low >= MAX_SEEDS:
+            raise UserError(
+                f"seeds={text} are {len(found) + high - low + 1:,} seeds: at most {MAX_SEEDS:,} are allowed"
+            )
         found += range(low, high + 1)
     if twice := [seed for seed in found if found.count(seed) > 1]:
-        raise UserError(f"seeds={text} name {twice[0]} twice")
+        raise UserError(f"seeds={text} contain {twice[0]} twice")
     return found
 
 
 def plan(experiment: Experiment, seeds: Sequence[int], root: Path) -> list[SeedRun]:
-    """A run for each seed, with one thread unless told otherwise: side by side, more would be in each other's way."""
+    """A run for each seed, with one thread by default, because the threads of parallel runs compete for the cores."""
     runtime = replace(experiment.runtime, threads=experiment.runtime.threads or 1)
     return [SeedRun(s, replace(experiment, seed=s, runtime=runtime), root / f"seed{s}") for s in seeds]
 
@@ -77,78 +81,78 @@ def train_seeds(
     progress_seconds: float = 30.0,
     executor: Executor = LOCAL,
 ) -> dict[str, Any]:
-    """Train every seed in RUN/seedN, `jobs` at a time (None: one per core), each in a process of its own.
+    """Train every seed in RUN/seedN, each in its own process, `jobs` in parallel (None: one per core).
 
-    What is finished is left alone, what was broken off goes on. Returns, and writes to RUN/seeds.json and
-    RUN/seeds.csv, the last and the best evaluation of every seed, and over those that are finished.
+    Finished runs are kept, interrupted ones resumed. Returns the last and the best evaluation of every seed and
+    statistics over the finished seeds, and writes them to RUN/seeds.json and RUN/seeds.csv.
     """
     root = Path(run)
     planned = plan(experiment, seeds, root)
     refuse_others(planned, root)
-    many = executor.max_workers(jobs, planned[0].experiment)
+    workers = executor.max_workers(jobs, planned[0].experiment)
     problems: dict[int, str] = {}
     started = time.monotonic()
     done = {job.seed for job in planned if finished(job)}
-    log(f"{len(planned)} seed{'s' * (len(planned) > 1)}, {len(done)} finished; {many} at a time -> {root}")
+    log(f"{len(planned)} seed{'s' * (len(planned) > 1)}, {len(done)} finished; {workers} in parallel -> {root}")
 
     for text in advice(experiment.env, experiment.algo):
         log(f"warning: {text}")
 
-    def tell(ended: JobResult[SeedRun]) -> None:
-        job, _, problem = ended
+    def on_end(result: JobResult[SeedRun]) -> None:
+        job, seconds, problem = result
         if problem is not None:
             problems[job.seed] = problem
             log(f"{job.name} failed: {problem}")
             return
         done.add(job.seed)
-        log(f"{job.name} finished in {duration(ended.seconds)} ({len(done)} of {len(planned)}){_evaluated(job.path)}")
+        log(f"{job.name} finished in {duration(seconds)} ({len(done)} of {len(planned)}){last_evaluation(job.path)}")
 
-    def watch(working: list[SeedRun]) -> None:
-        for job in working:
+    def on_progress(running: list[SeedRun]) -> None:
+        for job in running:
             at, budget = frames_trained(job.path), job.experiment.frames
-            share = f"{min(100, 100 * at / budget):3.0f}%"
+            percent = f"{min(100, 100 * at / budget):3.0f}%"
             log(
-                f"{duration(time.monotonic() - started)}  {job.name}: {share}, frames {count(at)} of {count(budget)}"
-                f"{_evaluated(job.path)}"
+                f"{duration(time.monotonic() - started)}  {job.name}: {percent}, frames {count(at)} of {count(budget)}"
+                f"{last_evaluation(job.path)}"
             )
 
     root.mkdir(parents=True, exist_ok=True)
     Run(root)._point_latest()
-    run_all(planned, many, tell, stop, watch, progress_seconds, executor, log)
+    run_all(planned, workers, on_end, stop, on_progress, progress_seconds, executor, log)
     return write(report(planned, problems), root)
 
 
 def refuse_others(planned: Sequence[SeedRun], root: Path) -> None:
-    """Before anything is started or written: what is there already must be the same experiment."""
+    """Refuse a directory with runs of another experiment, before anything is written."""
     if (root / EXPERIMENT).exists():
-        raise UserError(f"{root} is a run itself; choose another --run to hold the runs of several seeds")
+        raise UserError(f"{root} is a single run: choose another --run for the runs of several seeds")
     for job in planned:
         if (job.path / EXPERIMENT).exists() and (new := job.experiment.differs_from(Run(job.path).experiment())):
-            raise UserError(f"{job.path} holds another experiment ({'; '.join(new[:3])}); choose another --run")
+            raise UserError(f"{job.path} holds another experiment ({'; '.join(new[:3])}): choose another --run")
 
 
-def _evaluated(path: Path) -> str:
-    """The last evaluation in words, if there is one."""
+def last_evaluation(path: Path) -> str:
+    """The last evaluation in words; empty if there is none."""
     rows = evaluations(path)
     if not rows:
         return ""
     success = rows[-1].get("success", math.nan)
-    also = "" if math.isnan(success) else f", success {success:.2f}"
-    return f", evaluation {rows[-1]['score']:.2f}{also} at {count(rows[-1]['frames'])}"
+    success_text = "" if math.isnan(success) else f", success {success:.2f}"
+    return f", evaluation {rows[-1]['score']:.2f}{success_text} at {count(rows[-1]['frames'])}"
 
 
 # -- over seeds ---------------------------------------------------------------------------------------------
 
 
 def over_seeds(values: Sequence[float]) -> dict[str, Any]:
-    """Mean, interquartile mean and their 95% bootstrap intervals; one seed has no interval."""
+    """Mean, interquartile mean (IQM) and their 95% bootstrap intervals; one seed has no interval."""
     low, high = (float(bound) for bound in stratified_bootstrap([values], iqm))
     found = summary(values) | {"iqm_ci95_low": low, "iqm_ci95_high": high}
     return {name: None if len(values) < 2 and "ci95" in name else value for name, value in found.items()}
 
 
 def report(planned: Sequence[SeedRun], problems: dict[int, str]) -> dict[str, Any]:
-    """The last and the best evaluation of every seed; and over the seeds that are finished, which can be compared."""
+    """The last and the best evaluation of every seed, and statistics over the finished seeds."""
     rows = []
     for job in planned:
         found = evaluations(job.path)
@@ -162,7 +166,7 @@ def report(planned: Sequence[SeedRun], problems: dict[int, str]) -> dict[str, An
         for metric in METRICS:
             known = [e for e in found if not math.isnan(e.get(metric, math.nan))]
             if known:
-                best = max(known, key=lambda e: (e[metric], e["frames"]))  # of equals the newer, as checkpoints do
+                best = max(known, key=lambda e: (e[metric], e["frames"]))  # among equals the newest, as for checkpoints
                 row[metric] = {"last": known[-1][metric], "best": best[metric], "best_frames": int(best["frames"])}
         rows.append(row)
     over: dict[str, Any] = {}
@@ -174,7 +178,7 @@ def report(planned: Sequence[SeedRun], problems: dict[int, str]) -> dict[str, An
 
 
 def write(result: dict[str, Any], root: Path) -> dict[str, Any]:
-    """seeds.json, and seeds.csv: a row per seed, and below them what is over seeds."""
+    """Write seeds.json, and seeds.csv with a row per seed and rows of statistics over seeds below."""
     Run(root).write("seeds.json", json.dumps(result, indent=2))
     metrics = [metric for metric in METRICS if any(metric in row for row in result["seeds"])]
     with (root / "seeds.csv").open("w", newline="") as file:
@@ -192,17 +196,17 @@ def write(result: dict[str, Any], root: Path) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> Table:
-    """The last and the best evaluation of every seed, and over seeds."""
+    """A table of the last and the best evaluation of every seed, and of statistics over seeds."""
     metrics = [metric for metric in METRICS if any(metric in row for row in result["seeds"])]
-    shown = Table(title="evaluations while training", title_justify="left", box=None)
+    shown = Table(title="evaluations during training", title_justify="left", box=None)
     for column in ("seed", "frames", *(c for m in metrics for c in (f"last {m}", f"best {m}", "at frames"))):
         shown.add_column(column, justify="right", no_wrap=True)
     for row in result["seeds"]:
         cells: list[str] = []
         for metric in metrics:
             value = row.get(metric)
-            known = value and (f"{value['last']:.2f}", f"{value['best']:.2f}", count(value["best_frames"]))
-            cells += known or ("-", "-", "-")
+            numbers = value and (f"{value['last']:.2f}", f"{value['best']:.2f}", count(value["best_frames"]))
+            cells += numbers or ("-", "-", "-")
         state = "" if row["finished"] else " (failed)" if row["problem"] else " (unfinished)"
         shown.add_row(f"{row['seed']}{state}", count(row["frames"]), *cells)
     for name, cell in STATISTICS.items():
@@ -234,15 +238,15 @@ def evaluate_seeds(
     log: Callable[[str], None] = lambda text: None,
     **options: Any,
 ) -> dict[str, Any]:
-    """`evaluate` every run of a directory of seeds alike; statistics over seeds are those of their means.
+    """`evaluate` every run of a directory of seeds with the same protocol; statistics are over the seeds' means.
 
-    A seed without the checkpoint asked for is told, named in the result, and left out. Writes ROOT/eval-*.json.
+    A seed without the requested checkpoint is logged, listed under `missing` and left out. Writes ROOT/eval-*.json.
     """
     root = Path(root)
     runs = seed_runs(root)
     if not runs:
-        raise UserError(f"{root} is not a run and holds none: seeds are trained with bestiary train PRESET --seeds N")
-    found: list[dict[str, Any]] = []
+        raise UserError(f"{root} is neither a run nor a directory of seeds; bestiary train PRESET --seeds N makes one")
+    results: list[dict[str, Any]] = []
     missing: dict[str, str] = {}
     for path in runs:
         try:
@@ -251,22 +255,31 @@ def evaluate_seeds(
             missing[path.name] = str(e)
             log(f"{path.name} is left out: {e}")
             continue
-        found.append({"seed": int(path.name.removeprefix("seed")), "run": path.name, **result})
+        results.append({"seed": int(path.name.removeprefix("seed")), "run": path.name, **result})
         means = ", ".join(f"{mode} {result[mode]['game']['mean']:.2f}" for mode in modes)
-        log(f"{path.name}: {means}  ({len(found)} of {len(runs)})")
-    if not found:
+        log(f"{path.name}: {means}  ({len(results)} of {len(runs)})")
+    if not results:
         raise UserError(f"none of the {len(runs)} seeds in {root} can be evaluated, the first: {missing[runs[0].name]}")
-    out: dict[str, Any] = {
-        key: found[0][key] for key in ("environment", "elsewhere", "protocol", "references") if key in found[0]
-    }
-    out["checkpoint"] = checkpoint or "last"
-    out["missing"] = missing
+    out = summarise(results, modes, checkpoint or "last", missing)
+    # the file of a seed begins with the frames of its checkpoint, which differ between seeds
+    name = re.sub(r"^eval-\d+", f"eval-{out['checkpoint']}", Path(results[0]["file"]).name)
+    Run(root).write(name, json.dumps(out, indent=2))
+    return out | {"file": str(root / name)}
+
+
+def summarise(
+    results: list[dict[str, Any]], modes: tuple[Mode, ...], checkpoint: str, missing: dict[str, str]
+) -> dict[str, Any]:
+    """Evaluations of several seeds as one: the means of every seed, and statistics over them."""
+    shared = ("environment", "elsewhere", "protocol", "references")
+    out: dict[str, Any] = {key: results[0][key] for key in shared if key in results[0]}
+    out |= {"checkpoint": checkpoint, "missing": missing}
     out["seeds"] = [
         {
             **{key: one[key] for key in ("seed", "run", "checkpoint_frames", "file")},
             **{mode: {per: one[mode][per]["mean"] for per in PER if per in one[mode]} for mode in modes},
         }
-        for one in found
+        for one in results
     ]
     for mode in modes:
         out[mode] = {
@@ -274,20 +287,17 @@ def evaluate_seeds(
             for per in PER
             if all(per in row[mode] for row in out["seeds"])
         }
-        human = [one[mode].get("human_normalised") for one in found]
+        human = [one[mode].get("human_normalised") for one in results]
         if None not in human:
             out[mode]["human_normalised"] = float(np.mean(human))
-    # a seed's file begins with its own frames, which need not be those of the others
-    name = re.sub(r"^eval-\d+", f"eval-{out['checkpoint']}", Path(found[0]["file"]).name)
-    Run(root).write(name, json.dumps(out, indent=2))
-    return out | {"file": str(root / name)}
+    return out
 
 
 PER = ("game", "success", "life")
 
 
 def evaluation_table(result: dict[str, Any], modes: tuple[Mode, ...]) -> Table:
-    """Means of every seed, and over seeds."""
+    """A table of the mean score of every seed, and of statistics over seeds."""
     columns = [(mode, per) for mode in modes for per in ("game", "success") if per in result[mode]]
     title = f"{result['environment']}, {result['checkpoint']} checkpoint of {len(result['seeds'])} seeds"
     shown = Table(title=title, title_justify="left", box=None)

@@ -38,7 +38,7 @@ def evaluation_rows(run: Path) -> list[dict[str, object]]:
 def transfer_rows(run: Path) -> list[dict[str, object]]:
     """Evaluations in environments of another length than that of training."""
     found = [json.loads(path.read_text()) for path in run.glob("eval-*.json")]
-    found = [e for e in found if e.get("elsewhere")]
+    found = [e for e in found if e.get("env_changes")]
     trained = json.loads((run / "experiment.json").read_text())
     return [
         {
@@ -46,8 +46,8 @@ def transfer_rows(run: Path) -> list[dict[str, object]]:
             "seed": trained["seed"],
             "trained": trained["env"]["length"],
             "evaluated": e["protocol"]["env"]["length"],
-            "episodes": e["greedy"]["game"]["n"],
-            "score": f"{e['greedy']['game']['mean']:.4g}",
+            "episodes": e["greedy"]["score"]["n"],
+            "score": f"{e['greedy']['score']['mean']:.4g}",
             "success": f"{e['greedy']['success']['mean']:.4g}",
         }
         for e in sorted(found, key=lambda e: e["protocol"]["env"]["length"])

@@ -111,8 +111,8 @@ def row_of(run: Path, seed: dict[str, Any]) -> dict[str, Any]:
     when = np.interp(seed["checkpoint_frames"], *([float(m[k]) for m in metrics] for k in ("frames", "seconds")))
     return {
         "seed": seed["seed"],
-        "greedy": f"{seed['greedy']['game']:.1f}",
-        "sampled": f"{seed['sampled']['game']:.1f}",
+        "greedy": f"{seed['greedy']['score']:.1f}",
+        "sampled": f"{seed['sampled']['score']:.1f}",
         "frames": seed["checkpoint_frames"],
         "seconds": f"{when:.0f}",
         "trained_frames": end["frames"],

@@ -12,7 +12,7 @@ import torch
 
 from bestiary.envs import Riverraid
 from bestiary.envs.riverraid import ACTIONS, reward_weights
-from bestiary.training.evaluation import recount
+from bestiary.training.evaluation import rescored
 from bestiary.types import Episode
 
 TABLE = Path(__file__).parent / "riverraid" / "exploit.csv"
@@ -47,7 +47,7 @@ def play(env: Riverraid, choose: Callable[[np.random.Generator, int], np.ndarray
 
 
 def row(player: str, variant: str, games: list[Episode]) -> dict[str, str]:
-    paid = {r: np.mean([recount(e, reward_weights(r)).score for e in games]) for r in REWARDS}
+    paid = {r: np.mean([rescored(e, reward_weights(r)).score for e in games]) for r in REWARDS}
     steps = sum(e.steps for e in games)
     shares = {name: sum(e.components[name] for e in games) / steps for name in ("parked", "dead")}
     return {

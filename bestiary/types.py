@@ -1,25 +1,25 @@
-"""The vocabulary: what the world says, what an actor records, what a learner returns."""
+"""The package's data types: time steps, trajectories, transitions, batches, updates, episodes and progress."""
 
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-State = tuple[Tensor, ...]  # memory: every leaf is [B, ...]; () remembers nothing
+State = tuple[Tensor, ...]  # recurrent state: every leaf is [B, ...]; () for an agent without memory
 Metrics = dict[str, Tensor]
-Mode = Literal["greedy", "sampled"]  # the best action, or one drawn from the policy
+Mode = Literal["greedy", "sampled"]  # the best action, or an action sampled from the policy
 
 
 class Spec(NamedTuple):
-    """What an agent must know of an environment to be built."""
+    """The properties of an environment that an agent depends on."""
 
     name: str
     obs_shape: tuple[int, ...]
     obs_dtype: torch.dtype
     num_actions: int
-    frames_per_step: int = 1
-    horizon: int | None = None  # moves of the longest episode, where that is known
-    legal: tuple[bool, ...] | None = None  # actions that do something here; None: all
+    frames_per_step: int = 1  # frame skip
+    horizon: int | None = None  # maximum episode length in steps; None: unknown
+    legal: tuple[bool, ...] | None = None  # which actions have an effect; None: all
 
     @property
     def is_image(self) -> bool:
@@ -27,34 +27,35 @@ class Spec(NamedTuple):
 
 
 class TimeStep(NamedTuple):
-    """What the world says; every field is [B, ...], or [T, B, ...] once stacked."""
+    """One observation of an environment, with what led to it. Fields are [B, ...], or [T, B, ...] once stacked."""
 
     obs: Tensor
-    prev_action: Tensor  # what led here; 0 where is_first
-    reward: Tensor  # what that earned; 0 where is_first
-    is_first: Tensor  # an episode starts here: forget
-    is_terminal: Tensor  # nothing of value lies beyond: bootstrap 0
+    prev_action: Tensor  # the action before this step; 0 where is_first
+    reward: Tensor  # the reward of that action; 0 where is_first
+    is_first: Tensor  # True at the first step of an episode: the recurrent state is reset
+    is_terminal: Tensor  # True where the value of this step is 0: termination or a lost life, but not truncation
 
 
 class Trajectory(NamedTuple):
-    """The only thing that travels from actor to learner.
+    """T+1 consecutive steps of B environment streams: what actors send to replays and learners.
 
-    T+1 rows tell of T moves. The last row is the first row of the stream's next trajectory.
+    T+1 steps make T transitions. The last step is the overlapping step: it is the first step of the stream's next
+    trajectory as well, with the same action. Here its value bootstraps; there its action is learnt from.
     """
 
     step: TimeStep  # [T+1, B, ...]
-    action: Tensor  # [T+1, B]
-    aux: dict[str, Tensor]  # [T+1, B, ...] whatever act() chose to keep
-    state: State  # [B, ...] memory just before row 0
-    version: Tensor  # [B] which weights acted
+    action: Tensor  # [T+1, B] the action chosen at each step
+    aux: dict[str, Tensor]  # [T+1, B, ...] what `Agent.act` returned besides, such as the logits
+    state: State  # [B, ...] recurrent state before step 0
+    version: Tensor  # [B] version of the weights that chose the actions
 
 
 class Transitions(NamedTuple):
-    """Rows seen as transitions: entry t leads from row t to row t+1."""
+    """Transitions between consecutive steps: entry t leads from step t to step t+1."""
 
     reward: Tensor  # [T, B]
-    discount: Tensor  # [T, B] 0 where nothing lies beyond
-    valid: Tensor  # [T, B] false where row t+1 opens another episode
+    discount: Tensor  # [T, B] gamma, or 0 where step t+1 is terminal
+    valid: Tensor  # [T, B] False where step t+1 is the first of another episode
 
 
 def transitions(step: TimeStep, gamma: float) -> Transitions:
@@ -65,6 +66,8 @@ def transitions(step: TimeStep, gamma: float) -> Transitions:
 
 
 class Batch(NamedTuple):
+    """What a replay samples for one update."""
+
     trajectory: Trajectory
     keys: Tensor | None = None  # whose priorities an update may change
     weight: Tensor | None = None  # [B] how much each counts; None: all the same
@@ -93,29 +96,29 @@ class Update(NamedTuple):
 
 
 class Episode(NamedTuple):
-    """One whole game, and the lives it was made of. Returns are raw scores in float64."""
+    """A finished episode. Returns are sums of unclipped rewards in float64."""
 
-    slot: int
-    score: float
+    slot: int  # index of the environment in its batch
+    score: float  # undiscounted return
     steps: int  # agent steps
     frames: int  # environment frames: steps x frame skip
-    lives: tuple[float, ...]  # return of each life; a single entry where there are no lives
-    truncated: bool
-    success: bool | None = None  # where the environment says what success is
-    info: dict[str, float] = {}  # what the agent says of the episode, such as the desired return and horizon
-    components: dict[str, float] = {}  # what could have been paid for, whatever was; no learner ever sees it
-    life_components: tuple[dict[str, float], ...] = ()  # the same of each life
+    life_returns: tuple[float, ...]  # return of each life; one entry where the environment has no lives
+    truncated: bool  # True where a time limit ended the episode
+    success: bool | None = None  # None: the environment does not define success
+    info: dict[str, float] = {}  # numbers from the agent, such as the desired return and horizon
+    components: dict[str, float] = {}  # sums of the reward components, whether or not they are rewarded
+    life_components: tuple[dict[str, float], ...] = ()  # the same for each life
 
 
 class Progress(NamedTuple):
-    """What a runtime tells after each unroll; everything a log, a display or a stop rule needs."""
+    """What a runtime yields after each unroll: counters, finished episodes and metrics, for logs and displays."""
 
     frames: int
     steps: int
     updates: int
     episodes: list[Episode]
-    metrics: dict[str, float]  # means over the updates since the last Progress; empty if none
-    notes: tuple[str, ...] = ()  # what a person should know: who was lost, and what was done about it
+    metrics: dict[str, float]  # means over the updates since the last Progress; empty if there were none
+    notes: tuple[str, ...] = ()  # warnings for the user, such as a worker that was lost and replaced
 
 
-Snapshot = dict[str, Any]  # nested dicts and lists of tensors, numbers and strings: safe to load
+Snapshot = dict[str, Any]  # nested dicts and lists of tensors, numbers and strings, which load without running code

@@ -104,11 +104,11 @@ def test_a_hostile_or_broken_experiment_file_is_refused(run, tmp_path):
 
 
 def test_train_then_eval_needs_only_the_run_directory(run):
-    done = bestiary("eval", run, "--episodes", 12, "--runs", 2)
+    done = bestiary("eval", run, "--episodes", 12, "--repeats", 2)
     assert done.returncode == 0, done.stderr
     result = json.loads(next(run.glob("eval-*.json")).read_text())
-    assert result["greedy"]["game"]["n"] == result["sampled"]["game"]["n"] == 24
-    assert len(result["greedy"]["run_means"]) == 2
+    assert result["greedy"]["score"]["n"] == result["sampled"]["score"]["n"] == 24
+    assert len(result["greedy"]["repeat_means"]) == 2
     assert result["protocol"]["env"]["kind"] == "recall"
     assert "IQM" in done.stdout
 

@@ -144,7 +144,7 @@ def spans(rollout: Rollout, slot: int) -> list[tuple[int, int, tuple[float, ...]
     starts = rollout.steps.is_first[:, slot].nonzero().flatten().tolist()
     reports = rollout.finished(slot)
     assert [row for row, _ in reports] == starts[1:]
-    return [(a, row - 1, e.lives, e.score) for a, (row, e) in zip(starts, reports, strict=False)]
+    return [(a, row - 1, e.life_returns, e.score) for a, (row, e) in zip(starts, reports, strict=False)]
 
 
 def test_a_lost_life_is_terminal_but_the_game_goes_on(lives: Rollout):
@@ -178,7 +178,7 @@ def test_without_life_loss_only_the_end_of_the_game_is_terminal(games: Rollout):
 def test_life_loss_changes_what_is_terminal_and_nothing_else(lives: Rollout, games: Rollout):
     assert different_fields(lives.steps, games.steps) == ["is_terminal"]
     assert lives.episodes == games.episodes  # lives are in the books either way
-    assert all(len(e.lives) == 5 for ended in games.episodes for e in ended)
+    assert all(len(e.life_returns) == 5 for ended in games.episodes for e in ended)
 
 
 def test_every_life_in_the_books_is_terminal_in_the_rows():
@@ -192,7 +192,7 @@ def test_every_life_in_the_books_is_terminal_in_the_rows():
 def test_a_game_without_lives_is_one_life():
     rollout = played(Atari("Pong"), 1150)
     ((_, episode),) = rollout.finished(0)
-    assert episode.lives == (episode.score,)
+    assert episode.life_returns == (episode.score,)
     assert -21 <= episode.score < -10
     assert not episode.truncated
     assert rollout.steps.is_terminal.sum() == 1

@@ -187,9 +187,9 @@ def test_the_books_agree_with_the_rows(case: Case, rollout: Rollout):
             told_only = {"score": 0, "lives": (), "success": None, "components": {}, "life_components": ()}
             assert book._replace(**told_only) == expected._replace(**told_only)
             assert book.score == pytest.approx(expected.score, rel=1e-5)
-            assert sum(book.lives) == pytest.approx(book.score)
-            if case.life_loss or len(book.lives) == 1:
-                assert book.lives == pytest.approx(expected.lives, rel=1e-5)
+            assert sum(book.life_returns) == pytest.approx(book.score)
+            if case.life_loss or len(book.life_returns) == 1:
+                assert book.life_returns == pytest.approx(expected.life_returns, rel=1e-5)
 
 
 # -- seeds ------------------------------------------------------------------------------------------------------

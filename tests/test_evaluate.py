@@ -110,7 +110,7 @@ def test_epsilon_reaches_every_kind_of_agent_and_draws_only_from_its_own_stream(
 
 def test_epsilon_is_part_of_the_protocol(run, capsys):
     assert main(["eval", str(run.path), "--episodes", "4", "--threads", "1", "--epsilon", "0.5"]) == 0
-    assert "an action is at random with a chance of 0.5" in capsys.readouterr().out
+    assert "actions are replaced by random ones with probability 0.5" in capsys.readouterr().out
     (told,) = run.path.glob("eval-*-1x4-seed0-epsilon0.5.json")
     assert json.loads(told.read_text())["protocol"]["epsilon"] == 0.5
     plain = bestiary.evaluate(run, 4, threads=1)
@@ -144,7 +144,7 @@ def test_the_same_evaluation_twice_gives_the_same_scores(run):
 
 
 def test_repetitions_use_seeds_of_their_own(run):
-    result = bestiary.evaluate(run, 16, runs=3, modes=("sampled",), threads=1)
+    result = bestiary.evaluate(run, 16, repeats=3, modes=("sampled",), threads=1)
     scores = result["sampled"]["scores"]
     assert len(scores) == 48
     assert not (scores[:16] == scores[16:32] == scores[32:])
@@ -200,14 +200,14 @@ def test_a_run_can_be_played_elsewhere_than_it_was_trained(tmp_path, capsys):
     (report,) = run.path.glob("eval-*-length-3-100.json")
     result = json.loads(report.read_text())
     assert result["protocol"]["env"]["length"] == 100
-    assert result["greedy"]["steps"]["min"] > 3 + 1
+    assert result["greedy"]["episode_length"]["min"] > 3 + 1
     assert run.experiment().env == experiment.env
     assert main(["eval", str(run.path), "--episodes", "4", "--threads", "1"]) == 0
     assert "not as in training" not in capsys.readouterr().out
     assert main(["eval", str(run.path), "env:catch"]) == 2  # other pictures, other network
     assert "another network" in capsys.readouterr().err
     assert main(["eval", str(tmp_path / "nowhere"), "--env.length", "100"]) == 2
-    assert "none of the words is a run directory" in capsys.readouterr().err
+    assert "no argument is a run directory" in capsys.readouterr().err
 
 
 def test_what_is_not_success_is_not_reported(run):
@@ -227,7 +227,7 @@ def test_evaluation_keeps_what_belongs_to_the_whole_run(monkeypatch, tmp_path):
         evaluation=Evaluation(episodes=2),
     )  # fmt: skip
     run = bestiary.train(experiment, tmp_path / "run")
-    bestiary.evaluate(run, 2, runs=2, modes=("greedy",), threads=1)
+    bestiary.evaluate(run, 2, repeats=2, modes=("greedy",), threads=1)
     bestiary.evaluate(run, 2, seed=1, modes=("greedy",), threads=1)
     assert {seed for _, seed, *_ in asked} == {7}
     streams = [stream for _, _, stream, _ in asked]
@@ -275,9 +275,9 @@ def tiny_atari(**env) -> Experiment:
 def test_an_atari_evaluation_reports_games_lives_and_human_normalised_scores(tmp_path):
     run = bestiary.train(tiny_atari(), tmp_path / "run")
     result = bestiary.evaluate(run, 2, modes=("sampled",), threads=1)["sampled"]
-    assert result["life"]["n"] >= result["game"]["n"] == 2
-    assert result["life"]["mean"] * result["life"]["n"] == pytest.approx(result["game"]["mean"] * 2)
-    assert result["human_normalised"] == pytest.approx((result["game"]["mean"] - 1.7) / (30.5 - 1.7))
+    assert result["life_return"]["n"] >= result["score"]["n"] == 2
+    assert result["life_return"]["mean"] * result["life_return"]["n"] == pytest.approx(result["score"]["mean"] * 2)
+    assert result["human_normalised"] == pytest.approx((result["score"]["mean"] - 1.7) / (30.5 - 1.7))
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -289,7 +289,7 @@ def test_a_run_can_be_played_with_one_life_or_with_all(trained, tmp_path):
         assert main(command + flags) == 0
         (file,) = run.path.glob(name)
         told = json.loads(file.read_text())
-        lives[told["protocol"]["env"]["one_life"]] = told["sampled"]["life"]["n"]
+        lives[told["protocol"]["env"]["one_life"]] = told["sampled"]["life_return"]["n"]
         assert ("human_normalised" in told["sampled"]) == (not told["protocol"]["env"]["one_life"])
     assert lives[True] == 2 < lives[False]
 

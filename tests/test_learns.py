@@ -20,7 +20,7 @@ pytestmark = pytest.mark.learns
 
 def score(experiment: Experiment, path) -> float:
     run = bestiary.train(replace(experiment, evaluation=Evaluation(episodes=0)), path)
-    return bestiary.evaluate(run, 200, modes=("greedy",))["greedy"]["game"]["mean"]
+    return bestiary.evaluate(run, 200, modes=("greedy",))["greedy"]["score"]["mean"]
 
 
 RECALL = replace(preset("recall"), env=Recall(delay=6), frames=200_000)

@@ -268,11 +268,13 @@ def test_a_world_keeps_books_of_games_and_lives():
             assert episode.components["leftward"] == (rows.prev_action[here, slot] == 0).sum().item()
             assert weighted_sum(weights, episode.components) == pytest.approx(reward.sum().item(), abs=1e-4)
             assert weighted_sum(weights, episode.components) == pytest.approx(episode.score)
-            assert [weighted_sum(weights, part) for part in episode.life_components] == pytest.approx(episode.lives)
+            assert [weighted_sum(weights, part) for part in episode.life_components] == pytest.approx(
+                episode.life_returns
+            )
             for name in NAMES:
                 parts = [part[name] for part in episode.life_components]
                 assert sum(parts) == pytest.approx(episode.components[name])
-            assert len(episode.lives) == 2 or episode.truncated
+            assert len(episode.life_returns) == 2 or episode.truncated
             games += 1
     assert games >= 4
     assert not rows.is_terminal[:-1][~rows.is_first[1:]].any()  # a lost life is none of the learner's business here

@@ -435,7 +435,9 @@ def test_games_and_lives_add_up_the_components_of_their_moves(case: Case):
                 assert told.components["survival"] == told.steps == steps
                 weights = reward_weights(case.cfg.reward)
                 assert weighted_sum(weights, told.components) == pytest.approx(told.score)
-                assert [weighted_sum(weights, part) for part in told.life_components] == pytest.approx(told.lives)
+                assert [weighted_sum(weights, part) for part in told.life_components] == pytest.approx(
+                    told.life_returns
+                )
                 game, life, lives, steps = np.zeros(len(NAMES)), np.zeros(len(NAMES)), [], 0
                 found += 1
                 continue
@@ -758,7 +760,7 @@ def test_a_time_limit_cuts_a_game_without_ending_it():
     assert not rollout.steps.is_terminal.any()
     assert rollout.steps.is_first.all(1).nonzero().flatten().tolist() == [0, 31]
     told = [e for ended in rollout.episodes for e in ended]
-    assert [(e.steps, e.frames, e.truncated, len(e.lives)) for e in told] == [(30, 120, True, 1)] * 2
+    assert [(e.steps, e.frames, e.truncated, len(e.life_returns)) for e in told] == [(30, 120, True, 1)] * 2
     assert [e.life_components for e in told] == [(e.components,) for e in told]
 
 
@@ -871,10 +873,10 @@ def test_evaluations_are_on_record_with_their_components(run: SimpleNamespace):
 def test_an_evaluation_reports_what_its_games_were_made_of(run: SimpleNamespace):
     found = bestiary.evaluate(run.path, episodes=3, modes=("sampled",), envs=3, threads=1)["sampled"]
     assert list(found["components"]) == list(NAMES)
-    assert found["components"]["survival"]["mean"] == found["steps"]["mean"]
+    assert found["components"]["survival"]["mean"] == found["episode_length"]["mean"]
     assert found["components"]["survival"]["n"] == 3
     means = {name: part["mean"] for name, part in found["components"].items()}
-    assert found["game"]["mean"] == pytest.approx(weighted_sum(reward_weights(run.reward), means))
+    assert found["score"]["mean"] == pytest.approx(weighted_sum(reward_weights(run.reward), means))
 
 
 # -- under its Gymnasium name -----------------------------------------------------------------------------------

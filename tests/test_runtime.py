@@ -563,7 +563,7 @@ def test_a_damaged_replay_is_refused(tmp_path):
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(ValueError, match="damaged or truncated"):
         bestiary.train(tiny(algo=family("algo")["dqn"](**OFF_POLICY), frames=2_000), run.path)
-    assert bestiary.evaluate(run, 4, threads=1)["greedy"]["game"]["n"] == 4  # needs no replay
+    assert bestiary.evaluate(run, 4, threads=1)["greedy"]["score"]["n"] == 4  # needs no replay
 
 
 def test_a_large_replay_is_not_saved_unasked(tmp_path, monkeypatch):

@@ -300,10 +300,10 @@ def test_a_directory_of_seeds_is_evaluated_with_one_command(trained, capsys):
     (file,) = trained.glob("eval-*.json")
     assert file.name == "eval-best-1x6-seed0-greedy.json"
     result = json.loads(file.read_text())
-    own = [json.loads(next(trained.glob(f"seed{s}/eval-*.json")).read_text())["greedy"]["game"]["mean"] for s in (0, 1)]
-    assert [row["greedy"]["game"] for row in result["seeds"]] == own
-    assert result["greedy"]["game"]["mean"] == pytest.approx(sum(own) / 2)
-    assert [result["greedy"]["game"][k] for k in ("ci95_low", "ci95_high")] == sorted(own)  # of two: both
+    own = [json.loads(next(trained.glob(f"seed{s}/eval-*.json")).read_text())["greedy"]["score"]["mean"] for s in (0, 1)]
+    assert [row["greedy"]["score"] for row in result["seeds"]] == own
+    assert result["greedy"]["score"]["mean"] == pytest.approx(sum(own) / 2)
+    assert [result["greedy"]["score"][k] for k in ("ci95_low", "ci95_high")] == sorted(own)  # of two: both
 
 
 def test_a_seed_without_a_checkpoint_is_left_out_and_named(trained, capsys, tmp_path):
@@ -318,4 +318,4 @@ def test_a_seed_without_a_checkpoint_is_left_out_and_named(trained, capsys, tmp_
 
 def test_eval_takes_the_environment_from_a_directory_of_seeds(trained):
     chosen = read_eval([str(trained), "--env.rows", "6"])
-    assert chosen.run == trained and chosen.env == Catch(rows=6, columns=5)
+    assert chosen.run == trained and chosen.protocol.env == Catch(rows=6, columns=5)

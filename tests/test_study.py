@@ -160,21 +160,21 @@ def test_a_run_is_counted_by_any_reward_without_training_it_again(tmp_path, caps
         ]
         means[reward] = told[-1]["sampled"]
         said = capsys.readouterr().out
-        assert (f"counted by {reward}, whatever it was trained on" in said) == (reward is not None)
+        assert (f"scored by {reward}, whatever reward the agent was trained on" in said) == (reward is not None)
         assert "…" not in said  # every digit
     parts = {name: value["mean"] for name, value in means[None]["components"].items()}
     for reward, found in means.items():
         weights = reward_weights(reward or "pacifist:20")
         assert {name: value["mean"] for name, value in found["components"].items()} == parts  # the very same games
-        assert found["game"]["mean"] == pytest.approx(sum(w * parts[name] for name, w in weights.items()))
-    assert len({found["game"]["mean"] for found in means.values()}) > 2
+        assert found["score"]["mean"] == pytest.approx(sum(w * parts[name] for name, w in weights.items()))
+    assert len({found["score"]["mean"] for found in means.values()}) > 2
     capsys.readouterr()
     assert main.main(["eval", str(run.path), "--reward", "scores"]) == 2
     assert "there is no component 'scores'" in capsys.readouterr().err
     other = bestiary.train(replace(preset("catch"), frames=400, evaluation=Evaluation(episodes=0)), tmp_path / "catch")
     assert main.main(["eval", str(other.path), "--reward", "score"]) == 2
     assert (
-        "Catch has no rewards by name: --reward is for env:riverraid and bestiary.envs.reward_components"
+        "Catch has no named rewards: --reward is for env:riverraid and bestiary.envs.reward_components"
         in capsys.readouterr().err
     )
 

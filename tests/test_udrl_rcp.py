@@ -1189,7 +1189,7 @@ def test_evaluations_during_training_tell_what_was_asked_for(tmp_path):
 
 def score(experiment: Experiment, path: Any) -> float:
     run = bestiary.train(experiment, path)
-    return bestiary.evaluate(run, 200, modes=("greedy",), threads=1)["greedy"]["game"]["mean"]
+    return bestiary.evaluate(run, 200, modes=("greedy",), threads=1)["greedy"]["score"]["mean"]
 
 
 QUICK: dict[str, Any] = {
@@ -1210,7 +1210,7 @@ def test_it_learns_to_catch(name, tmp_path):
     assert score(replace(CATCH, algo=LEARNERS[name]), tmp_path / "run") > 0.9  # at random: -0.6
     if name == "rcp-a":  # who asks for bad moves gets them
         told = bestiary.evaluate(tmp_path / "run", 200, modes=("greedy",), threads=1, command=(-2.0,))
-        assert told["greedy"]["game"]["mean"] < 0.5
+        assert told["greedy"]["score"]["mean"] < 0.5
 
 
 RECALL = replace(CATCH, env=Recall(delay=3, cues=3), algo=Udrl(**QUICK | {"head": (32,)}), frames=8_000)

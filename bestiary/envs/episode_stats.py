@@ -112,7 +112,7 @@ class EpisodeStats:
             score=float(self.score[slot]),
             steps=steps,
             frames=steps * self.frames_per_step,
-            lives=tuple(self.past_lives[slot]),
+            life_returns=tuple(self.past_lives[slot]),
             truncated=bool(self.truncated[slot]),
             success=None if self.success is None else bool(self.success[slot]),
             components=self._named(self.component_sums[slot]),

@@ -256,7 +256,7 @@ def evaluate_seeds(
             log(f"{path.name} is left out: {e}")
             continue
         results.append({"seed": int(path.name.removeprefix("seed")), "run": path.name, **result})
-        means = ", ".join(f"{mode} {result[mode]['game']['mean']:.2f}" for mode in modes)
+        means = ", ".join(f"{mode} {result[mode]['score']['mean']:.2f}" for mode in modes)
         log(f"{path.name}: {means}  ({len(results)} of {len(runs)})")
     if not results:
         raise UserError(f"none of the {len(runs)} seeds in {root} can be evaluated, the first: {missing[runs[0].name]}")
@@ -271,7 +271,7 @@ def summarise(
     results: list[dict[str, Any]], modes: tuple[Mode, ...], checkpoint: str, missing: dict[str, str]
 ) -> dict[str, Any]:
     """Evaluations of several seeds as one: the means of every seed, and statistics over them."""
-    shared = ("environment", "elsewhere", "protocol", "references")
+    shared = ("environment", "env_changes", "protocol", "references")
     out: dict[str, Any] = {key: results[0][key] for key in shared if key in results[0]}
     out |= {"checkpoint": checkpoint, "missing": missing}
     out["seeds"] = [
@@ -293,15 +293,15 @@ def summarise(
     return out
 
 
-PER = ("game", "success", "life")
+PER = ("score", "success", "life_return")
 
 
 def evaluation_table(result: dict[str, Any], modes: tuple[Mode, ...]) -> Table:
     """A table of the mean score of every seed, and of statistics over seeds."""
-    columns = [(mode, per) for mode in modes for per in ("game", "success") if per in result[mode]]
+    columns = [(mode, per) for mode in modes for per in ("score", "success") if per in result[mode]]
     title = f"{result['environment']}, {result['checkpoint']} checkpoint of {len(result['seeds'])} seeds"
     shown = Table(title=title, title_justify="left", box=None)
-    names = (f"{mode} {'score' if per == 'game' else per}" for mode, per in columns)
+    names = (f"{mode} {per}" for mode, per in columns)
     for column in ("seed", "frames", *names):
         shown.add_column(column, justify="right", no_wrap=True)
     for row in result["seeds"]:

@@ -28,7 +28,7 @@ rfwp_ff = replace(
     core=Ff(),
     runtime=Local(envs=48),  # num_actors
     frames=200_000_000 * FRAME_SKIP,
-    evaluation=Evaluation(episodes=30),  # its protocol: bestiary eval RUN --runs 5 --episodes 30 --mode greedy
+    evaluation=Evaluation(episodes=30),  # its protocol: bestiary eval RUN --repeats 5 --episodes 30 --mode greedy
     checkpoint=Checkpoints(milestones=(50_000_000 * FRAME_SKIP,)),  # save_extra_checkpoint
 )
 

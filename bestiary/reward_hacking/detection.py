@@ -33,7 +33,7 @@ from bestiary.errors import UserError
 from bestiary.ops import policy
 from bestiary.runtime.evaluation import build_agent
 from bestiary.seeding import ACTIONS, DETECTION, derive, substream
-from bestiary.training.evaluation import played_in
+from bestiary.training.evaluation import evaluation_experiment
 from bestiary.training.run import Run
 from bestiary.types import Episode, Mode, Spec, State, TimeStep
 
@@ -320,7 +320,7 @@ class Player:
 
     def __init__(self, path: Path, name: str, checkpoint: str | None, device: torch.device) -> None:
         self.path, self.name, self.device = path, name, device
-        self.experiment, _ = played_in(Run(path).experiment(), None)
+        self.experiment, _ = evaluation_experiment(Run(path).experiment(), None)
         saved = Run(path).load(checkpoint)
         self.frames: int = saved.meta["frames"]
         env_batch = self.experiment.env.make(1, self.experiment.seed, substream(DETECTION, 0), 1)

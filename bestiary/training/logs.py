@@ -99,10 +99,10 @@ class Recorder:
         self._copy(frames, "train", values)
 
     def episode(self, frames: int, e: Episode) -> None:
-        lives = "|".join(f"{x:g}" for x in e.lives)
+        lives = "|".join(f"{x:g}" for x in e.life_returns)
         success = "" if e.success is None else int(e.success)
         components = "|".join(f"{name}={_short(value)}" for name, value in e.components.items())
-        row = (frames, e.slot, repr(e.score), e.steps, e.frames, len(e.lives), lives, int(e.truncated), success)
+        row = (frames, e.slot, repr(e.score), e.steps, e.frames, len(e.life_returns), lives, int(e.truncated), success)
         self.episodes.write(dict(zip(EPISODE_COLUMNS, (*row, components), strict=True)))
 
     def event(self, frames: int, text: str) -> None:

@@ -44,7 +44,7 @@ class IntervalMetrics:
     def add(self, progress: Progress) -> None:
         for e in progress.episodes:
             self.scores.append(e.score)
-            self.life_returns += e.lives
+            self.life_returns += e.life_returns
             self.lengths.append(e.steps)
             self.components.append(e.components)
             self.life_components += e.life_components

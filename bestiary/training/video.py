@@ -23,7 +23,7 @@ from bestiary.envs.env_batch import EnvBatch
 from bestiary.errors import UserError
 from bestiary.runtime.evaluation import build_agent
 from bestiary.seeding import ACTIONS, EVAL, derive, substream
-from bestiary.training.evaluation import played_in, protocol_name
+from bestiary.training.evaluation import acting_name, evaluation_experiment
 from bestiary.training.run import Run
 from bestiary.types import Episode, Mode, State, TimeStep
 
@@ -295,9 +295,9 @@ def video(
         raise UserError(f"epsilon={epsilon} must lie in [0, 1]")
     check_extra()
     run = run if isinstance(run, Run) else Run(run)
-    experiment, changed = played_in(run.experiment(), env)
+    experiment, changed = evaluation_experiment(run.experiment(), env)
     saved = run.load(checkpoint)
-    kind = ("" if mode == "greedy" else f"-{mode}") + protocol_name(epsilon, command, changed)
+    kind = ("" if mode == "greedy" else f"-{mode}") + acting_name(epsilon, command, changed)
     path = Path(out) if out else run.path / f"video-{saved.meta['frames']}-seed{seed}{kind}.mp4"
     tune_malloc()
     where = choose_device(device)

@@ -300,7 +300,9 @@ def test_a_directory_of_seeds_is_evaluated_with_one_command(trained, capsys):
     (file,) = trained.glob("eval-*.json")
     assert file.name == "eval-best-1x6-seed0-greedy.json"
     result = json.loads(file.read_text())
-    own = [json.loads(next(trained.glob(f"seed{s}/eval-*.json")).read_text())["greedy"]["score"]["mean"] for s in (0, 1)]
+    own = [
+        json.loads(next(trained.glob(f"seed{s}/eval-*.json")).read_text())["greedy"]["score"]["mean"] for s in (0, 1)
+    ]
     assert [row["greedy"]["score"] for row in result["seeds"]] == own
     assert result["greedy"]["score"]["mean"] == pytest.approx(sum(own) / 2)
     assert [result["greedy"]["score"][k] for k in ("ci95_low", "ci95_high")] == sorted(own)  # of two: both

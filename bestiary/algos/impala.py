@@ -1,4 +1,4 @@
-"""Many actors, one learner, and importance weights for the gap between them (Espeholt et al. 2018)."""
+"""IMPALA (Espeholt et al. 2018): an actor-critic with many actors and V-trace off-policy correction."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -21,6 +21,8 @@ from bestiary.types import Batch, Metrics, Snapshot, Spec, State, TimeStep, Traj
 
 
 class ImpalaAgent(Agent):
+    """Policy logits and a state value (baseline) on one torso."""
+
     keeps = "logits"
 
     def __init__(self, spec: Spec, net: Net, core: CoreConfig) -> None:
@@ -30,7 +32,7 @@ class ImpalaAgent(Agent):
         self.policy = nn.Linear(self.torso.width, spec.num_actions)
         self.baseline = nn.Linear(self.torso.width, 1)
         if net.init == "orthogonal":
-            orthogonal(self.policy, gain=0.01)  # nearly uniform at first
+            orthogonal(self.policy, gain=0.01)  # the initial policy is nearly uniform
             orthogonal(self.baseline, gain=1.0)
 
     def initial_state(self, batch_size: int) -> State:
@@ -47,14 +49,16 @@ class ImpalaAgent(Agent):
     def act(
         self, step: TimeStep, state: State, explore: Tensor | None, rng: torch.Generator
     ) -> tuple[Tensor, dict[str, Tensor], State]:
-        row = TimeStep(*(x[None] for x in step))
-        logits, _, state = self(row, state)
+        chunk = TimeStep(*(x[None] for x in step))  # a chunk of one time step
+        logits, _, state = self(chunk, state)
         logits = logits[0]
         action = logits.argmax(-1) if explore is None else sample(logits, rng)
         return action, {"logits": logits}, state
 
 
 class ImpalaLearner:
+    """V-trace policy gradient, baseline and entropy losses (Espeholt et al. 2018, section 4.2)."""
+
     collective: Collective = SINGLE_PROCESS
 
     def __init__(self, cfg: "Impala", agent: ImpalaAgent, total_steps: int) -> None:
@@ -63,7 +67,7 @@ class ImpalaLearner:
         self.optimizer = cfg.optimizer.build(agent)
         self.lr_schedule = LrSchedule(self.optimizer, total_steps if cfg.lr_decay == "linear" else None)
         self.updates = 0
-        self.steps = 0  # agent steps learnt from: the clock of the learning rate
+        self.steps = 0  # agent steps used for learning so far; the learning rate decays with it
         self.reference: ImpalaAgent | None = None
         self.reference_frames = 0  # of training, when the reference policy's checkpoint was saved
 
@@ -72,7 +76,7 @@ class ImpalaLearner:
         self.reference, self.reference_frames = policy, frames
 
     def loss(self, t: Trajectory) -> tuple[Tensor, Metrics]:
-        """Of several learners, one's part: losses and metrics add up."""
+        """The loss of a batch and its metrics. With several learners, the sums over learners are the total values."""
         cfg = self.cfg
         m = transitions(t.step, cfg.discount)
         logits, value, _ = self.agent(t.step, t.state)
@@ -92,7 +96,7 @@ class ImpalaLearner:
             cfg.clip_pg_rho,
             cfg.trace_decay,
         )
-        weight = m.valid.to(value.dtype)  # rows that lead into another episode teach nothing
+        weight = m.valid.to(value.dtype)  # resets between episodes are not transitions
         count = self.collective.all_reduce_sum(weight.sum()).clamp(min=1)
         if cfg.reduction == "mean":
             weight = weight / count
@@ -102,13 +106,13 @@ class ImpalaLearner:
         entropy_loss = -(weight * entropies).sum()
         total = policy_loss + cfg.baseline_cost * baseline_loss + cfg.entropy_cost * entropy_loss
         valid = m.valid.to(value.dtype)
-        about: Metrics = {}
+        extra: Metrics = {}
         if cfg.reference_run is not None:
             divergence = kl(logits, self._reference_logits(t))
             cost = 0.1 if cfg.reference_kl_cost is None else cfg.reference_kl_cost
             total = total + cost * (weight * divergence).sum()
-            about["reference_kl"] = (valid * divergence.detach()).sum() / count
-        return total, about | {
+            extra["reference_kl"] = (valid * divergence.detach()).sum() / count
+        return total, extra | {
             "loss": total.detach(),
             "policy_loss": policy_loss.detach(),
             "baseline_loss": cfg.baseline_cost * baseline_loss.detach(),
@@ -127,11 +131,11 @@ class ImpalaLearner:
 
     def update(self, batch: Batch) -> Update:
         t = batch.trajectory
-        rows, streams = t.action.shape
+        length, streams = t.action.shape  # T + 1, B
         self.lr_schedule.at(self.steps)
         loss, metrics = self.loss(t)
         norm = apply_gradient(loss, self.agent, self.optimizer, self.cfg.grad_norm, self.updates + 1, self.collective)
-        metrics = self.collective.all_reduce_sum(metrics | {"steps": torch.tensor(float((rows - 1) * streams))})
+        metrics = self.collective.all_reduce_sum(metrics | {"steps": torch.tensor(float((length - 1) * streams))})
         self.updates += 1
         self.steps += int(metrics.pop("steps").item())
         metrics |= {"grad_norm": norm, "learning_rate": torch.tensor(self.optimizer.param_groups[0]["lr"])}
@@ -159,33 +163,40 @@ class ImpalaLearner:
 
 @dataclass(frozen=True)
 class Impala:
-    """Importance-weighted actor-learner: policy gradient with V-trace corrections."""
+    """IMPALA (Espeholt et al. 2018): actor-critic with V-trace off-policy correction."""
 
     unroll: int = 20
-    """T: moves per trajectory, in agent steps"""
+    """unroll length T: transitions per trajectory, in agent steps (IMPALA: 20, TorchBeast: 80)"""
     batch_size: int = 32
-    """B: trajectories per update"""
+    """batch size B: trajectories per update (IMPALA: 32)"""
     queue: int | None = None
-    """waiting trajectories at which actors pause; None: twice the environments"""
+    """queue capacity in trajectories; actors pause when it is full; None: twice the number of environments"""
     discount: float = 0.99
+    """discount factor gamma (IMPALA: 0.99)"""
     reward_clip: RewardClip = "abs_one"
-    """what the learner makes of rewards; scores are always raw"""
+    """reward clipping in the learner: abs_one ([-1, 1], Atari), soft_asymmetric (DMLab-30), none; scores stay raw"""
     baseline_cost: float = 0.5
+    """coefficient of the value loss (IMPALA: 0.5)"""
     entropy_cost: float = 0.01
+    """coefficient of the entropy bonus (IMPALA: 0.01)"""
     clip_rho: float | None = 1.0
+    """V-trace clipping threshold rho-bar of the value targets (IMPALA: 1); None: no clipping"""
     clip_pg_rho: float | None = 1.0
+    """V-trace clipping threshold rho-bar of the policy gradient (IMPALA: 1); None: no clipping"""
     trace_decay: float = 1.0
-    """lambda of V-trace: below 1, what follows long after a move counts less for it, and so does that much luck"""
+    """lambda of V-trace (remark 2): below 1, targets have less variance and more bias (IMPALA: 1)"""
     reduction: Literal["sum", "mean"] = "sum"
-    """of the losses over the T x B moves; sum is what IMPALA and TorchBeast do"""
+    """reduction of the losses over the T x B transitions (IMPALA and TorchBeast: sum)"""
     reference_run: str | None = None
     """directory of the IMPALA run (core:ff) whose policy is the reference of a KL penalty; None: no penalty"""
     reference_kl_cost: float | None = None
     """coefficient of KL(policy || reference policy), reduced like the other losses; 0 only logs it; None: 0.1"""
     grad_norm: float = 40.0
+    """gradient clipping: maximum global norm (IMPALA: 40, for summed losses)"""
     lr_decay: Literal["linear", "none"] = "linear"
-    """linear: to zero at the end of the frame budget"""
+    """learning rate decay: linear to zero at the end of the frame budget (IMPALA), or none"""
     optimizer: OptimizerConfig = field(default_factory=RmsProp)
+    """optimizer and its learning rate"""
 
     def __post_init__(self) -> None:
         if self.unroll < 1:
@@ -207,7 +218,7 @@ class Impala:
         return Fifo(self.batch_size, 2 * num_streams if self.queue is None else self.queue)
 
     def explorer(self, num_envs: int) -> Explorer:
-        return Fixed(torch.zeros(num_envs))  # the policy itself decides how much
+        return Fixed(torch.zeros(num_envs))  # exploration comes from sampling the policy
 
     def agent(self, spec: Spec, net: Net, core: CoreConfig) -> ImpalaAgent:
         return ImpalaAgent(spec, net, core)

@@ -1,31 +1,34 @@
-"""Measured speed. Alternatives are timed in turn within one run and compared by their medians."""
+"""Benchmarks of speed. Alternatives are timed alternately within one run and compared by their medians."""
 
 import statistics
 import time
 from collections.abc import Callable
 
-BENCHMARKS = {  # name -> (module, or module:settings where it has several, what it measures)
+BENCHMARKS = {  # name -> (module, or module:settings if it has several; description)
     "impala-atari": ("impala_atari", "the IMPALA loop on Atari against the sum of its parts"),
     "apex-atari": ("q_atari:ApexAtari", "the Ape-X loop on Atari against the sum of its parts"),
     "r2d2-atari": ("q_atari:R2d2Atari", "the R2D2 loop on Atari against the sum of its parts"),
-    "replay": ("replay", "drawing by priority: the tree against cpprb and plain NumPy, the whole replay with pictures"),
-    "cores": ("cores", "every memory: its rule against the plain loop, the core against an LSTM, a step of acting"),
-    "envs": ("envs", "the memory tasks: steps per second as a vector environment, as a world and alone"),
+    "replay": ("replay", "prioritized sampling: the sum tree against cpprb and NumPy; the whole replay with images"),
+    "cores": ("cores", "every core: rules against the plain loop, the core against an LSTM, an acting step"),
+    "envs": (
+        "envs",
+        "steps per second of the memory tasks: vector environment, EnvBatch, single environment",
+    ),
     "riverraid": (
         "riverraid",
-        "consoles whose memory can be read, ours and envpool's, and those of which it cannot",
+        "Riverraid emulators with readable RAM (ours and envpool's) and without",
     ),
-    "cluster": ("cluster", "the same experiment by Ray and in one process, and where the time goes"),
-    "scaling": ("scaling.report", "what a cluster of up to 1,000 actors would do, by simulation and on paper"),
-    "findings": ("findings", "what the CPU settings are worth to the learner: allocator, memory layout"),
+    "cluster": ("cluster", "the same experiment with the Ray runtime and in one process, and where the time goes"),
+    "scaling": ("scaling.report", "throughput of a cluster of up to 1,000 actors, by simulation and by formula"),
+    "findings": ("findings", "effect of the CPU settings on learner speed: allocator, memory layout"),
 }
 
 
 def medians(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds of each side, called in turn so that a noisy moment hits all alike."""
+    """Median seconds of each alternative. They are called alternately, so that noise affects all alike."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for side in sides.values():
-        side()  # warm
+        side()  # warm-up
     for _ in range(rounds):
         for name, side in sides.items():
             start = time.perf_counter()

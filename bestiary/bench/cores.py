@@ -1,4 +1,4 @@
-"""What a memory costs: its rule against the plain loop, the whole core against an LSTM, and a step of acting."""
+"""Speed of the cores: fast-weight rules against the plain loop, whole cores against an LSTM, and acting steps."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,16 +24,19 @@ class Settings:
     """bestiary bench cores"""
 
     batch: int = 32
-    """streams"""
+    """batch size in environment streams"""
     heads: int = 8
+    """number of heads"""
     head_width: int = 32
+    """width of a head"""
     rounds: int = 7
-    """in each of which every side is timed once; the loop at T = 512 only three times"""
+    """timings per alternative (at T = 512: three); medians are reported"""
     threads: int | None = None
+    """CPU threads; None: all cores"""
 
 
 def rule_sides(cfg: Settings, rule: str, T: int) -> dict[str, Callable[[], object]]:
-    """Forward and backward of one rule in each of its forms, with a few episodes starting inside."""
+    """Forward and backward of one rule in each of its forms, with a few resets inside the chunk."""
     torch.manual_seed(0)
     B, H, D = cfg.batch, cfg.heads, cfg.head_width
     columns = {"linear_transformer": 3 * D, "delta_rnn": 5 * D + 2}.get(rule, 3 * D + 1)
@@ -79,15 +82,15 @@ def learn_side(core: nn.Module, T: int, B: int, width: int) -> Callable[[], obje
 
 
 def act_side(core: Core, B: int, width: int) -> Callable[[], object]:
-    """Twenty rows, one by one, as an actor asks for them."""
-    x, nowhere = torch.randn(1, B, width), torch.zeros(1, B, dtype=torch.bool)
+    """Twenty chunks of one step, as in acting."""
+    x, no_reset = torch.randn(1, B, width), torch.zeros(1, B, dtype=torch.bool)
     state = core.initial_state(B)
 
     @torch.no_grad()
     def run() -> None:
         memory = state
         for _ in range(20):
-            _, memory = core(x, nowhere, memory)
+            _, memory = core(x, no_reset, memory)
 
     return run
 
@@ -97,21 +100,21 @@ def parameters(core: nn.Module) -> int:
 
 
 def lstm_of(count: int, width: int) -> nn.LSTM:
-    """The LSTM on inputs of this width whose number of weights comes nearest."""
+    """The LSTM on inputs of this width whose number of parameters is closest to `count`."""
     sizes = range(8, 2048, 8)
     hidden = min(sizes, key=lambda h: abs(4 * h * (width + h + 2) - count))
     return nn.LSTM(width, hidden)
 
 
 def gpt_side(core: Core, B: int, width: int, t: int) -> Callable[[], object]:
-    """Twenty times the step at position t."""
+    """The step at position t, twenty times."""
     *rings, count = core.initial_state(B)
-    x, nowhere = torch.randn(1, B, width), torch.zeros(1, B, dtype=torch.bool)
+    x, no_reset = torch.randn(1, B, width), torch.zeros(1, B, dtype=torch.bool)
 
     @torch.no_grad()
     def run() -> None:
         for _ in range(20):
-            core(x, nowhere, (*rings, count + t))
+            core(x, no_reset, (*rings, count + t))
 
     return run
 
@@ -128,7 +131,7 @@ def new_table(title: str, *columns: str) -> Table:
 
 
 def rules(cfg: Settings, width: int) -> dict[str, Any]:
-    """Every rule in each of its forms, and an LSTM."""
+    """Table: every rule in each of its forms, and an LSTM."""
     results: dict[str, Any] = {}
     setting = f"B={cfg.batch}, {cfg.heads} heads x {cfg.head_width}, {torch.get_num_threads()} threads"
     table = new_table(
@@ -137,8 +140,8 @@ def rules(cfg: Settings, width: int) -> dict[str, Any]:
         "T",
         "loop",
         "chunked",
-        "shipped",
-        "faster by",
+        "fast form",
+        "speedup",
         f"nn.LSTM {width}",
     )
     for T in (50, 80, 512):
@@ -155,7 +158,7 @@ def rules(cfg: Settings, width: int) -> dict[str, Any]:
 
 
 def whole(cfg: Settings, width: int) -> dict[str, Any]:
-    """Every core, learning and acting, beside an LSTM."""
+    """Table: every core, learning and acting, beside an LSTM."""
     results: dict[str, Any] = {}
     fast: dict[str, Any] = {"width": width, "heads": cfg.heads, "layers": 1, "feedforward": 2 * width}
     configs: dict[str, CoreConfig] = {
@@ -169,7 +172,7 @@ def whole(cfg: Settings, width: int) -> dict[str, Any]:
     }
     table = new_table(
         f"whole cores of width {width}, one layer: ms", "core", "weights", "T", "learning", "LSTM of as many weights",
-        "acting, a step", f"LSTM {width}, a step", "ratio",
+        "acting step", f"acting step, LSTM {width}", "ratio",
     )  # fmt: skip
     lstm = Lstm(hidden=width).build(width)
     for name, config in configs.items():
@@ -198,14 +201,14 @@ def whole(cfg: Settings, width: int) -> dict[str, Any]:
     return results
 
 
-def starts(cfg: Settings, width: int) -> dict[str, Any]:
-    """LSTM and GRU with episodes that start inside the chunk, beside the plain fused call."""
+def resets(cfg: Settings, width: int) -> dict[str, Any]:
+    """Table: LSTM and GRU with resets inside the chunk, beside PyTorch's fused call."""
     results: dict[str, Any] = {}
     table = new_table(
-        f"episodes starting inside the chunk (2% of rows): ms, T = 80, width {width}",
+        f"resets inside the chunk (2% of steps): ms, T = 80, width {width}",
         "core",
         "plain call",
-        "with starts",
+        "with resets",
         "ratio",
     )
     for name, config, plain in (
@@ -223,10 +226,11 @@ def starts(cfg: Settings, width: int) -> dict[str, Any]:
     return results
 
 
-def looking_back(cfg: Settings, width: int) -> dict[str, Any]:
-    """The step of a GPT, early and late in an episode."""
+def attention_length(cfg: Settings, width: int) -> dict[str, Any]:
+    """Table: an acting step of the GPT, early and late in an episode."""
     results: dict[str, Any] = {}
-    table = new_table(f"GPT of width {width}, one layer, window 1,024: ms of the step at position t", "t", "a step")
+    title = f"GPT of width {width}, one layer, window 1,024: ms of the acting step at position t"
+    table = new_table(title, "t", "step")
     core = Gpt(width=width, heads=cfg.heads, layers=1, window=1024, feedforward=2 * width).build(width).eval()
     sides = {str(t): gpt_side(core, cfg.batch, width, t) for t in (1, 64, 256, 1000)}
     for t, value in milliseconds(sides, cfg.rounds).items():
@@ -240,5 +244,5 @@ def main(cfg: Settings) -> dict[str, Any]:
     tune_malloc()
     torch.set_num_threads(cfg.threads or usable_cores())
     width = cfg.heads * cfg.head_width
-    tables = {"rules": rules, "cores": whole, "resets": starts, "gpt": looking_back}
+    tables = {"rules": rules, "cores": whole, "resets": resets, "gpt": attention_length}
     return {name: table(cfg, width) for name, table in tables.items()}

@@ -1,4 +1,4 @@
-"""How fast the memory tasks are: as a vector environment, as a world of rows, and one environment alone."""
+"""Speed of the memory tasks: as a vector environment, as an EnvBatch, and as a single environment."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,47 +27,49 @@ class Settings:
     """bestiary bench envs"""
 
     envs: int = 64
+    """environments per batch"""
     steps: int = 500
-    """of all environments, per round"""
+    """vector steps per round"""
     rounds: int = 9
+    """timings per alternative; medians are reported"""
 
 
 def sides(cfg: Settings, name: str) -> dict[str, Callable[[], object]]:
-    """Random play of `cfg.steps` steps; the single environment takes as many as each of the others."""
-    chosen = np.random.default_rng(0).integers(0, 4, (cfg.steps, cfg.envs))
+    """`cfg.steps` steps of a random policy; the single environment takes as many steps as one slot of the others."""
+    actions = np.random.default_rng(0).integers(0, 4, (cfg.steps, cfg.envs))
     vector = gymnasium.make_vec(f"bestiary/{name}-v0", num_envs=cfg.envs)
     env_batch = TASKS[name].make(cfg.envs, 0, TRAIN, 1)
-    alone = gymnasium.make(f"bestiary/{name}-v0")
+    single = gymnasium.make(f"bestiary/{name}-v0")
     vector.reset(seed=0)
     env_batch.reset()
-    alone.reset(seed=0)
+    single.reset(seed=0)
 
-    def play_vector() -> None:
-        for action in chosen:
+    def step_vector() -> None:
+        for action in actions:
             vector.step(action)
 
-    def play_world() -> None:
-        for action in torch.from_numpy(chosen):
+    def step_env_batch() -> None:
+        for action in torch.from_numpy(actions):
             env_batch.step(action)
 
-    def play_alone() -> None:
-        for action in chosen.flat[:: cfg.envs]:
-            if alone.step(action)[2]:
-                alone.reset()
+    def step_single() -> None:
+        for action in actions.flat[:: cfg.envs]:
+            if single.step(action)[2]:
+                single.reset()
 
-    return {"vector": play_vector, "world": play_world, "single": play_alone}
+    return {"vector": step_vector, "env_batch": step_env_batch, "single": step_single}
 
 
 def main(cfg: Settings) -> dict[str, Any]:
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
-    title = f"steps/s, random play, {cfg.envs} environments, one thread"
+    title = f"steps/s, random policy, {cfg.envs} environments, one thread"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2))
-    for column in ("task", "vector environment", "world (rows of TimeStep)", "single environment"):
+    for column in ("task", "vector environment", "EnvBatch (TimeStep tensors)", "single environment"):
         table.add_column(column, justify="left" if column == "task" else "right")
     for name in TASKS:
         seconds = medians(sides(cfg, name), cfg.rounds)
-        steps = {"vector": cfg.steps * cfg.envs, "world": cfg.steps * cfg.envs, "single": cfg.steps}
+        steps = {"vector": cfg.steps * cfg.envs, "env_batch": cfg.steps * cfg.envs, "single": cfg.steps}
         results[name] = {side: steps[side] / seconds[side] for side in steps}
         table.add_row(name, *(f"{rate:,.0f}" for rate in results[name].values()))
     Console(width=110).print(table)

@@ -1,4 +1,4 @@
-"""What each CPU setting is worth, measured one against the other in processes of their own."""
+"""Effect of each CPU setting on learner speed, measured in separate processes."""
 
 import json
 import subprocess
@@ -11,9 +11,9 @@ from rich.table import Table
 
 from bestiary.bench import medians
 
-# what is switched off in a child process: (network, T) -> figure in rows/s
+# setting that is switched off in a child process -> description
 SWITCHES = {
-    "none": "as shipped",
+    "none": "nothing",
     "allocator": "glibc hands large blocks back to the kernel",
     "layout": "convolutions in the default memory layout",
 }
@@ -24,13 +24,15 @@ class Settings:
     """bestiary bench findings"""
 
     rounds: int = 3
-    """processes per side, in turn"""
+    """child processes per setting, run alternately"""
     envs: int = 32
+    """batch size in environment streams"""
     threads: int | None = None
+    """CPU threads; None: all cores"""
 
 
 def child(off: str, net: str, unroll: int, envs: int, threads: int | None) -> float:
-    """Learner rows per second, forward and backward, with one setting switched off."""
+    """Time steps per second of the learner, forward and backward, with one setting switched off."""
     import torch
 
     from bestiary.algos.impala import ImpalaLearner
@@ -52,11 +54,11 @@ def child(off: str, net: str, unroll: int, envs: int, threads: int | None) -> fl
         encoder.layout = torch.contiguous_format
     learner = base.algo.learner(agent, 10**6)
     assert isinstance(learner, ImpalaLearner)
-    rows = unroll + 1
-    flag = torch.zeros(rows, envs, dtype=torch.bool)
-    obs = torch.randint(0, 255, (rows, envs, 1, 84, 84), dtype=torch.uint8)
-    action, reward = torch.zeros(rows, envs, dtype=torch.long), torch.zeros(rows, envs)
-    logits = torch.zeros(rows, envs, 6)
+    T = unroll + 1
+    flag = torch.zeros(T, envs, dtype=torch.bool)
+    obs = torch.randint(0, 255, (T, envs, 1, 84, 84), dtype=torch.uint8)
+    action, reward = torch.zeros(T, envs, dtype=torch.long), torch.zeros(T, envs)
+    logits = torch.zeros(T, envs, 6)
     step = TimeStep(obs, action, reward, flag, flag)
     trajectory = Trajectory(step, action, {"logits": logits}, agent.initial_state(envs), action[0])
 
@@ -65,24 +67,24 @@ def child(off: str, net: str, unroll: int, envs: int, threads: int | None) -> fl
         loss, _ = learner.loss(trajectory)
         loss.backward()
 
-    return rows * envs / medians({"learn": learn}, 3)["learn"]
+    return T * envs / medians({"learn": learn}, 3)["learn"]
 
 
 def main(cfg: Settings) -> dict[str, Any]:
     results: dict[str, Any] = {}
-    table = Table(title="learner rows/s, forward + backward", title_justify="left", box=None, padding=(0, 2))
-    for column in ("network", "T", "switched off", "rows/s", "shipped is faster by"):
-        table.add_column(column, justify="right" if column in ("T", "rows/s", "shipped is faster by") else "left")
+    table = Table(title="learner time steps/s, forward + backward", title_justify="left", box=None, padding=(0, 2))
+    for column in ("network", "T", "switched off", "steps/s", "speedup of the setting"):
+        table.add_column(column, justify="right" if column in ("T", "steps/s", "speedup of the setting") else "left")
     for net, unroll in (("shallow", 20), ("shallow", 50), ("resnet", 20), ("resnet", 50)):
         rates: dict[str, list[float]] = {side: [] for side in SWITCHES}
         for _ in range(cfg.rounds):
             for side in SWITCHES:
                 rates[side].append(_spawn(side, net, unroll, cfg))
-        middle = {side: sorted(values)[len(values) // 2] for side, values in rates.items()}
+        median = {side: sorted(values)[len(values) // 2] for side, values in rates.items()}
         for side in SWITCHES:
-            ratio = "" if side == "none" else f"{middle['none'] / middle[side]:.2f}x"
-            table.add_row(net, str(unroll), SWITCHES[side], f"{middle[side]:,.0f}", ratio)
-        results[f"{net}-{unroll}"] = middle
+            ratio = "" if side == "none" else f"{median['none'] / median[side]:.2f}x"
+            table.add_row(net, str(unroll), SWITCHES[side], f"{median[side]:,.0f}", ratio)
+        results[f"{net}-{unroll}"] = median
     Console(width=110).print(table)
     return results
 

@@ -1,4 +1,4 @@
-"""How close the training loop comes to the sum of its parts: emulator, acting, learning."""
+"""Speed of the IMPALA training loop against the sum of its parts: emulator, acting, learning."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -23,17 +23,21 @@ class Settings:
     """bestiary bench impala-atari"""
 
     net: Literal["both", "shallow", "resnet"] = "both"
+    """encoder"""
     unroll: int = 20
-    """T"""
+    """unroll length T in agent steps"""
     envs: int = 32
-    """environments, and trajectories per update"""
+    """number of environments, which is also the batch size in trajectories"""
     game: str = "Pong"
+    """name of the Atari game"""
     rounds: int = 9
+    """timings per part; medians are reported"""
     threads: int | None = None
+    """CPU threads; None: all cores"""
 
 
 def measure(cfg: Settings, net: str) -> dict[str, float]:
-    """Agent steps per second of each part and of the loop, with its share of the ideal."""
+    """Agent steps per second of each part and of the loop, with its fraction of the ideal rate."""
     base = preset("impala-shallow")
     encoder = Resnet() if net == "resnet" else Shallow()
     experiment = replace(

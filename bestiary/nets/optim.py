@@ -1,4 +1,4 @@
-"""Optimisers as numbers. RMSProp comes in two dialects that are not the same algorithm."""
+"""Optimizer settings, TensorFlow's variant of RMSProp, and the learning rate schedule."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +10,11 @@ from bestiary.errors import UserError
 
 
 class TensorflowRmsProp(torch.optim.Optimizer):
-    """m <- alpha m + (1 - alpha) g^2, m_0 = 1;  b <- momentum b + lr g / sqrt(m + eps);  p <- p - b.
+    """RMSProp (Tieleman & Hinton 2012) as in TensorFlow.
 
-    Centred: m - c^2 in place of m, where c <- alpha c + (1 - alpha) g, c_0 = 0: a variance in place of a square.
-    PyTorch's version starts m at 0 and adds epsilon outside the root, so its epsilon is another number.
+    m <- alpha m + (1 - alpha) g^2, m_0 = 1;  b <- momentum b + lr g / sqrt(m + eps);  p <- p - b.
+    Centred (Graves 2013): the variance m - c^2 in place of m, where c <- alpha c + (1 - alpha) g, c_0 = 0.
+    PyTorch's RMSProp starts with m_0 = 0 and adds epsilon outside the root, so its epsilon has another scale.
     """
 
     def __init__(self, params: Any, lr: float, alpha: float, eps: float, momentum: float, centred: bool) -> None:
@@ -40,7 +41,7 @@ class TensorflowRmsProp(torch.optim.Optimizer):
 
 
 class LrSchedule:
-    """Learning rates that fall in a line to a share of them, or nothing, over a budget; None: that stay."""
+    """Linear learning rate decay from lr to last * lr over a budget of steps; budget None: constant rates."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, budget: float | None, last: float = 0.0) -> None:
         self.optimizer = optimizer
@@ -49,20 +50,22 @@ class LrSchedule:
         self.rates = [group["lr"] for group in optimizer.param_groups]
 
     def at(self, spent: float) -> None:
+        """Set the learning rates for `spent` of the budget."""
         spent = 0.0 if self.budget is None else min(1.0, spent / self.budget)
-        share = 1 - (1 - self.last) * spent
+        factor = 1 - (1 - self.last) * spent
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate * share
+            group["lr"] = rate * factor
 
 
 def parameters(module: nn.Module | list[dict[str, Any]]) -> Any:
-    """All of a module, or the groups given, each of which may have a rate of its own."""
+    """The parameters of a module, or the given parameter groups, which may have learning rates of their own."""
     return module.parameters() if isinstance(module, nn.Module) else module
 
 
 @dataclass(frozen=True)
-class _Rates:
+class _LearningRate:
     lr: float
+    """learning rate"""
 
     def __post_init__(self) -> None:
         if self.lr <= 0:
@@ -70,15 +73,19 @@ class _Rates:
 
 
 @dataclass(frozen=True)
-class RmsProp(_Rates):
-    """PyTorch's RMSProp: epsilon outside the root (MonoBeast, PolyBeast)."""
+class RmsProp(_LearningRate):
+    """RMSProp as in PyTorch: epsilon is added outside the root (MonoBeast, PolyBeast)."""
 
     lr: float = 4.8e-4
+    """learning rate (TorchBeast: 4.8e-4)"""
     alpha: float = 0.99
+    """smoothing constant of the squared gradients (TorchBeast: 0.99)"""
     eps: float = 0.01
+    """epsilon, added outside the root (TorchBeast: 0.01)"""
     momentum: float = 0.0
+    """momentum factor; 0: none"""
     centred: bool = False
-    """by the variance of gradients instead of their squares"""
+    """centred RMSProp: normalise by the variance of the gradients instead of their second moment (Graves 2013)"""
 
     def build(self, module: nn.Module | list[dict[str, Any]]) -> torch.optim.Optimizer:
         return torch.optim.RMSprop(
@@ -92,26 +99,36 @@ class RmsProp(_Rates):
 
 
 @dataclass(frozen=True)
-class RmsPropTf(_Rates):
-    """TensorFlow's RMSProp: epsilon inside the root, second moment starts at one (the IMPALA paper)."""
+class RmsPropTf(_LearningRate):
+    """RMSProp as in TensorFlow: epsilon inside the root, second moment starts at one (the IMPALA paper)."""
 
     lr: float = 6e-4
+    """learning rate (IMPALA: 6e-4)"""
     alpha: float = 0.99
+    """smoothing constant of the squared gradients (IMPALA: 0.99)"""
     eps: float = 0.01
+    """epsilon, added inside the root (IMPALA: 0.01)"""
     momentum: float = 0.0
+    """momentum factor; 0: none (IMPALA: 0)"""
     centred: bool = False
-    """by the variance of gradients instead of their squares"""
+    """centred RMSProp: normalise by the variance of the gradients instead of their second moment (Graves 2013)"""
 
     def build(self, module: nn.Module | list[dict[str, Any]]) -> torch.optim.Optimizer:
         return TensorflowRmsProp(parameters(module), self.lr, self.alpha, self.eps, self.momentum, self.centred)
 
 
 @dataclass(frozen=True)
-class Adam(_Rates):
+class Adam(_LearningRate):
+    """Adam (Kingma & Ba 2015)."""
+
     lr: float = 1e-3
+    """learning rate"""
     beta1: float = 0.9
+    """decay rate of the first moment of the gradients"""
     beta2: float = 0.999
+    """decay rate of the second moment of the gradients"""
     eps: float = 1e-8
+    """epsilon, added outside the root (R2D2: 1e-3)"""
 
     def build(self, module: nn.Module | list[dict[str, Any]]) -> torch.optim.Optimizer:
         return torch.optim.Adam(parameters(module), lr=self.lr, betas=(self.beta1, self.beta2), eps=self.eps)
@@ -119,9 +136,10 @@ class Adam(_Rates):
 
 @dataclass(frozen=True)
 class AdamW(Adam):
-    """Adam with weights that shrink by themselves, in proportion to the learning rate."""
+    """AdamW: Adam with decoupled weight decay (Loshchilov & Hutter 2019)."""
 
     weight_decay: float = 1e-4
+    """decoupled weight decay: per update, weights shrink by lr * weight_decay"""
 
     def build(self, module: nn.Module | list[dict[str, Any]]) -> torch.optim.Optimizer:
         betas = (self.beta1, self.beta2)

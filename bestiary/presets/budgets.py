@@ -1,4 +1,4 @@
-"""Numbers that name presets: kept apart, so that listing names costs no import of anything heavy."""
+"""Training budgets of the memory presets; a file of its own, so that listing presets imports nothing heavy."""
 
 # task -> length -> training episodes (Ni et al. 2023)
 # fmt: off
@@ -12,7 +12,7 @@ MEMORY_RL = {
 }
 # fmt: on
 
-# what small memories and larger steps are given, on a laptop: task -> length -> training episodes
+# small cores with larger learning rates, for a laptop: task -> length -> training episodes
 QUICK = {
     "tmaze-passive": {1500: 4_000, 10_000: 2_500},
     "tmaze-active": {250: 4_000},

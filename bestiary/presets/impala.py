@@ -14,7 +14,7 @@ impala_shallow = Experiment(
     env=Atari(
         game="Pong",
         life_loss=True,  # a lost life ends the episode for the learner
-        noop_max=30,  # 1-30 no-ops start a game, in training and evaluation
+        noop_max=30,  # 1-30 no-op actions at the start of a game, in training and evaluation
     ),
     algo=Impala(
         unroll=20,  # agent steps
@@ -42,7 +42,7 @@ impala_shallow = Experiment(
     ),
     runtime=Local(envs=32),
     frames=200_000_000,  # = 50M agent steps
-    evaluation=Evaluation(episodes=200),  # mean of 200 games
+    evaluation=Evaluation(episodes=200),  # mean of 200 episodes
 )
 
 impala_deep = replace(

@@ -1,7 +1,7 @@
-"""Irie et al. 2021, Going Beyond Linear Transformers with Recurrent Fast Weight Programmers: its Atari experiments.
+"""The Atari experiments of Irie et al. 2021, Going Beyond Linear Transformers with Recurrent Fast Weight Programmers.
 
-Its steps are agent steps: frames here are four times as many. Its code trained the fast-weight memories without any
-gradient through them; these presets use the whole chunk, and `--core.bptt 1` gives the published gradient.
+The paper counts agent steps; frames are four times as many. Its code cuts the gradient through the fast weights after
+every step. These presets backpropagate through the whole chunk; `--core.bptt 1` gives the published gradient.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""TorchBeast's published commands. Its steps are agent steps: frames here are four times as many."""
+"""The published commands of TorchBeast (Küttler et al. 2019). It counts agent steps; frames are four times as many."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ monobeast = Experiment(
     net=Net(encoder=Shallow(hidden_size=512), frame_stack=4, prev_action=True, prev_reward=True),
     runtime=Local(envs=4),  # num_actors
     frames=100_000 * FRAME_SKIP,  # total_steps
-    evaluation=Evaluation(episodes=10),  # its test mode plays 10
+    evaluation=Evaluation(episodes=10),  # 10 episodes in its test mode
 )
 
 # python -m torchbeast.monobeast --num_actors 45 --total_steps 30000000 --learning_rate 0.0004 --epsilon 0.01
@@ -56,7 +56,7 @@ polybeast = replace(
     net=Net(
         encoder=Resnet(hidden_size=256),
         frame_stack=4,
-        prev_action=False,  # its residual network sees the last reward only
+        prev_action=False,  # its residual network gets the last reward only
         prev_reward=True,
     ),
 )

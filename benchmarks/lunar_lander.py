@@ -201,10 +201,10 @@ def draw() -> None:
         for value, style, label in zip(PUBLISHED[track], ("--", ":"), ("paper", "public code"), strict=True):
             ax.axhline(value, color="grey", linestyle=style, linewidth=1, label=label)
         ax.set_title(TRACKS[track], loc="left", fontsize=11)
-        ax.set_xlabel("moves (millions)")
+        ax.set_xlabel("environment steps (millions)")
         ax.set_ylim(-200, 300)
         ax.spines[["top", "right"]].set_visible(False)
-    axes[0, 0].set_ylabel("score of evaluations")
+    axes[0, 0].set_ylabel("score in evaluations")
     axes[0, 0].legend(frameon=False, loc="lower right")
     figure.tight_layout()
     figure.savefig(PICTURE, dpi=120, bbox_inches="tight")

@@ -1,7 +1,7 @@
-"""A memory of your own: units that leak, each at a rate it learns.
+"""A core of your own: leaky integrator units, each with a learnt decay rate.
 
 bestiary doctor core examples/leaky_core.py:Leaky
-bestiary train recall --plugin examples/leaky_core.py core:leaky --core.units 64
+bestiary train recall --plugin examples/leaky_core.py core:leaky --core.hidden 64
 """
 
 from dataclasses import dataclass
@@ -11,36 +11,47 @@ from torch import Tensor, nn
 
 import bestiary
 from bestiary.cores.base import Core
+from bestiary.errors import UserError
 from bestiary.types import State
 
 
 class LeakyCore(Core):
-    def __init__(self, units: int, input_width: int) -> None:
+    """h_t = k * h_{t-1} + (1 - k) * W x_t with a learnt k in (0, 1) per unit; the output is tanh(h_t)."""
+
+    def __init__(self, cfg: "Leaky", input_width: int) -> None:
         super().__init__()
-        self.width = units  # of the output
-        self.write = nn.Linear(input_width, units)
-        self.leak = nn.Parameter(torch.linspace(-2, 4, units))
+        self.width = cfg.hidden  # of the output
+        self.write = nn.Linear(input_width, cfg.hidden)
+        self.keep = nn.Parameter(torch.linspace(-2, 4, cfg.hidden))  # logits of k
 
     def initial_state(self, batch_size: int) -> State:
-        return (self.leak.new_zeros(batch_size, self.width),)  # every leaf begins with the batch
+        return (self.keep.new_zeros(batch_size, self.width),)  # axis 0 of every tensor of a state is the batch
 
     def forward(self, x: Tensor, is_first: Tensor, state: State) -> tuple[Tensor, State]:
-        keep, (h,) = self.leak.sigmoid(), state
+        keep = self.keep.sigmoid()
+        new = (1 - keep) * self.write(x)  # [T, B, H]
+        (h,) = state
         outputs = []
-        for row, new in zip(self.write(x).unbind(), is_first.unbind(), strict=True):
-            h = torch.where(new[:, None], 0, h) * keep + row * (1 - keep)  # forget where an episode starts
+        for new_t, first_t in zip(new, is_first, strict=True):
+            h = torch.where(first_t[:, None], 0, h)  # clear the state where an episode starts
+            h = keep * h + new_t
             outputs.append(h)
         return torch.stack(outputs).tanh(), (h,)
 
 
 @dataclass(frozen=True)
 class Leaky:
-    """Leaky integrators: each unit forgets at a rate of its own."""
+    """Leaky integrators: exponential moving averages of the input, with a learnt decay rate per unit."""
 
-    units: int = 64
+    hidden: int = 64
+    """number of units, and width of the output"""
+
+    def __post_init__(self) -> None:
+        if self.hidden < 1:
+            raise UserError(f"core.hidden={self.hidden} must be at least 1")
 
     def build(self, input_width: int) -> Core:
-        return LeakyCore(self.units, input_width)
+        return LeakyCore(self, input_width)
 
 
 bestiary.register(core=Leaky)

@@ -9,7 +9,7 @@ from helpers.program import bestiary
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 PARTS = {"leaky_core": "core:leaky", "repeat_env": "env:repeat", "actor_critic": "algo:actor-critic"}
-SHORT = ["--frames", "3k", "--runtime.envs", "32", "--runtime.threads", "1", "--plain", "--evaluation.episodes", "4", "--log.no-tensorboard"]
+SHORT = ["--frames", "3k", "--runtime.threads", "1", "--evaluation.episodes", "4", "--log.no-tensorboard", "--plain"]
 
 
 def test_every_example_is_tested():

@@ -102,7 +102,7 @@ def test_a_broken_core_is_told_where_it_breaks(tmp_path, capsys, changes, senten
 
 def test_a_plugin_core_trains_evaluates_and_resumes(tmp_path):
     small = [*SMALL, "--evaluation.episodes", 4, "--run", tmp_path / "run", "--plugin", EXAMPLE]
-    done = bestiary("train", "recall", "core:leaky", "--core.units", 8, "--frames", "2k", *small)
+    done = bestiary("train", "recall", "core:leaky", "--core.hidden", 8, "--frames", "2k", *small)
     assert done.returncode == 0, done.stderr
     assert "core:leaky" in bestiary("list", "cores", "--plugin", EXAMPLE).stdout
     played = bestiary("eval", tmp_path / "run", "--episodes", 4, "--plugin", EXAMPLE)

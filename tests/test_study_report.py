@@ -18,16 +18,15 @@ from bestiary.envs.riverraid import ACTIONS
 from bestiary.reward_hacking.report.html import POLICY, Html, el, number, short
 from bestiary.reward_hacking.report.page import write_report
 from bestiary.reward_hacking.statistics import (
+    align_checkpoints,
     best_split,
     change_over_sizes,
     change_over_time,
-    checkpoints,
     correlation,
     estimate,
     fall_from_best,
     falls,
     pearson,
-    ranks,
     spearman,
     verdict,
 )
@@ -147,15 +146,14 @@ def test_correlations_are_those_of_the_textbook():
         if np.ptp(x) == 0:
             continue
         assert pearson(x, y) == pytest.approx(slow_pearson(list(x), list(y)))
-        assert ranks(x) == pytest.approx(slow_ranks(list(x)))
         assert spearman(x, y) == pytest.approx(slow_pearson(slow_ranks(list(x)), slow_ranks(list(y))))
 
 
 def test_a_correlation_by_hand():
     assert pearson([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(0.8)
     assert spearman([1, 10, 100, 1000], [0, 1, 2, 3]) == pytest.approx(1)
-    assert pearson([1, 2, 3], [3, 2, 1]) == -1
-    assert list(ranks([5, 1, 5, 7])) == [2.5, 1, 2.5, 4]
+    assert pearson([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    assert spearman([5, 1, 5, 7], [2.5, 1, 2.5, 4]) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("measure", [pearson, spearman])
@@ -210,7 +208,7 @@ def test_a_planted_fall_is_found_where_it_is(over_time):
     assert change.drop.low is not None and change.drop.high is not None
     assert 0 < change.drop.low <= change.drop.mean <= change.drop.high
     assert change.drop.mean == pytest.approx(600, abs=60)
-    assert change.points == 8 and change.seeds == 4 and change.chance < 0.01
+    assert change.points == 8 and change.seeds == 4 and change.p_value < 0.01
 
 
 @pytest.mark.parametrize("over_time", [True, False])
@@ -280,10 +278,10 @@ def test_a_single_seed_has_a_mean_and_no_interval():
 
 def test_checkpoints_of_different_runs_that_nearly_agree_are_one():
     found = [{"run": r, "frames": f} for r, f in (("a", 1000), ("b", 1010), ("a", 2000), ("b", 2030), ("b", 2035))]
-    assert [row["frames"] for row in checkpoints(found)] == [1000, 1000, 2000, 2000, 2035]
+    assert [row["frames"] for row in align_checkpoints(found)] == [1000, 1000, 2000, 2000, 2035]
     dense = [{"run": "a", "frames": f} for f in range(0, 200)]
-    assert checkpoints(dense) == dense
-    assert checkpoints([]) == []
+    assert align_checkpoints(dense) == dense
+    assert align_checkpoints([]) == []
 
 
 # the page

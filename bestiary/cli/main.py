@@ -21,7 +21,7 @@ usage: bestiary COMMAND ...
   reproduce FIGURE                           reproduce a published figure: train the missing runs, then plot
   inspect RUN                                plot the memory of an agent over the steps of an episode
   study riverraid --proxy P,P --width N,N    reward hacking: train on proxy rewards, evaluate by the true one, report
-  detect --trusted RUN RUN ...               detect policies that deviate from a reference policy; AUROC per detector
+  detect --reference RUN RUN ...             detect policies that deviate from a reference policy; AUROC per detector
   launch slurm|k8s -- train ...              write a Slurm script or a Kubernetes manifest for a command
   plot RUN ...                               learning curves of one or more runs, as PNG, SVG and CSV
   list [WHAT]                                presets, algos, cores, envs, runtimes, games

@@ -9,6 +9,7 @@ EXTRAS = {  # extra -> (a module that it installs, its purpose)
     "box2d": ("Box2D", "LunarLander and other Box2D tasks"),
     "envpool": ("envpool", "LunarLander environments in C++"),
     "plot": ("matplotlib", "figures"),
+    "report": ("scipy", "reports of reward hacking"),
     "video": ("imageio_ffmpeg", "videos"),
     "wandb": ("wandb", "logging to Weights & Biases"),
     "ray": ("ray", "training on a cluster"),

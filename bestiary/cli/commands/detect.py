@@ -1,4 +1,4 @@
-"""bestiary detect --trusted RUN RUNS: which runs stray from one that is trusted."""
+"""bestiary detect --reference RUN RUNS: detect reward hacking by the distance from a reference policy."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,35 +12,41 @@ from rich.table import Table
 from bestiary.analysis.seed_runs import seed_runs
 from bestiary.cli.parse import parse
 from bestiary.config.plugins import load_plugins
-from bestiary.reward_hacking.detection import SHOWN, Quality, detect
+from bestiary.reward_hacking.classification import DetectorQuality
+from bestiary.reward_hacking.detection import MAIN_DETECTORS, detect
 from bestiary.types import Mode
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Play every run, and measure in the states it visits how far its policy is from the trusted one's."""
+    """Detect reward hacking: in the states that each run's policy visits, measure its distance from a reference policy
+    (Pan et al. 2022), and report AUROC and other metrics of every distance as a detector of anomalous runs."""
 
-    trusted: Path
-    """the run to compare with"""
+    reference: Path
+    """directory of the reference run"""
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
-    """run directories, or ones that hold the runs of several seeds"""
+    """run directories to test, or directories that hold the runs of several seeds"""
     episodes: int = 10
-    """whole games per run"""
+    """whole episodes per run"""
     checkpoint: str | None = None
-    """of every run: frames of a checkpoint, last or best; None: last"""
+    """checkpoint of every run: its frames, last or best; None: last"""
     fraction: float = 0.5
-    """anomalous: a true return below this part of the trusted run's, with a proxy return at or above its own"""
+    """label rule: a run is anomalous if its true return is below this fraction of the reference run's, and its proxy
+    return is at least the reference run's"""
     anomalous: Annotated[str | None, tyro.conf.arg(metavar="RUN[,RUN...]")] = None
-    """runs (paths, names or patterns) that are anomalous, instead of what the rule says"""
+    """labels by hand: the anomalous runs (paths, names or patterns), instead of the label rule"""
     seed: int = 0
-    """of the games; never one of training's"""
+    """seed of the episodes; no training uses the same episodes"""
     mode: Mode = "sampled"
+    """actions: greedy (the most probable) or sampled from the policy"""
     envs: int = 16
-    """games played at once"""
+    """parallel environments"""
     device: str = "auto"
+    """device of the networks: cpu, cuda, cuda:N; auto: the accelerator if there is one"""
     threads: int | None = None
+    """CPU threads of environments and networks; None: chosen for the environment"""
     out: Path | None = None
-    """directory for detect.json and detect.png; None: the trusted run's"""
+    """output directory of detect.json and detect.png; None: the reference run's"""
 
 
 def main(args: list[str]) -> int:
@@ -65,21 +71,21 @@ def print_result(result: dict[str, Any]) -> None:
 
 
 def return_table(result: dict[str, Any]) -> Table:
-    """What each run earned, and the trusted one if paid as that run was."""
-    table = columns("run", "frames", "true", "trusted", "proxy", "trusted")
-    for row in (result["trusted"], *result["runs"]):
-        theirs = row.get("trusted", row["returns"])
-        earned = [f"{x[kind]:.2f}" for kind in ("true", "proxy") for x in (row["returns"], theirs)]
-        table.add_row(escape(row["name"]), f"{row['frames']:,}", *earned)
+    """True and proxy return of each run, each followed by that of the reference run (under the same proxy)."""
+    table = columns("run", "frames", "true", "reference", "proxy", "reference")
+    for row in (result["reference"], *result["runs"]):
+        reference = row.get("reference", row["returns"])
+        cells = [f"{returns[kind]:.2f}" for kind in ("true", "proxy") for returns in (row["returns"], reference)]
+        table.add_row(escape(row["name"]), f"{row['frames']:,}", *cells)
     return table
 
 
 def distance_table(rows: list[dict[str, Any]]) -> Table:
-    """Means over games."""
+    """Means over episodes."""
     labels = {True: "anomalous", False: "normal", None: "?"}
-    table = columns("run", "label", *SHOWN)
+    table = columns("run", "label", *MAIN_DETECTORS)
     for row in rows:
-        distances = [f"{row['scores'][name]:.4f}" for name in SHOWN.values()]
+        distances = [f"{row['scores'][name]:.4f}" for name in MAIN_DETECTORS.values()]
         table.add_row(escape(row["name"]), labels[row["anomalous"]], *distances)
     return table
 
@@ -95,8 +101,8 @@ def columns(first: str, *others: str) -> Table:
 def detector_table(detectors: dict[str, dict[str, float] | None]) -> Table:
     table = columns("detector", "AUROC", "AUPR", "FPR95", "F1")
     if not any(detectors.values()):
-        table.add_row("each of them", *["undefined"] * len(Quality._fields))
+        table.add_row("all detectors", *["undefined"] * len(DetectorQuality._fields))
         return table
-    for name, found in detectors.items():
-        table.add_row(name.replace("_", " "), *(f"{x:.3f}" for x in (found or {}).values()))
+    for name, quality in detectors.items():
+        table.add_row(name.replace("_", " "), *(f"{x:.3f}" for x in (quality or {}).values()))
     return table

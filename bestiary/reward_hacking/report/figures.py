@@ -11,7 +11,16 @@ import numpy as np
 from bestiary.analysis.curves import Line
 from bestiary.analysis.plot import draw, style
 from bestiary.config.extras import require
-from bestiary.reward_hacking.statistics import Change, Estimate, Row, estimate, falls, pick, rates, run_means
+from bestiary.reward_hacking.statistics import (
+    ChangePoint,
+    Estimate,
+    Row,
+    component_rates,
+    estimate,
+    falls,
+    run_means,
+    select,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -82,7 +91,7 @@ def over_frames(rows: Sequence[Row], looks: Looks, titles: Sequence[str]) -> "Fi
     lines = {size_label(s): {k: v for k, v in look.items() if k != "marker"} for s, look in looks.items()}
     left, right = figure.subplots(1, 2)
     for axes, title, (key, name) in zip((left, right), titles, SIDES.items(), strict=True):
-        curves = [curve(pick(rows, width=w, depth=d), key, size_label((w, d))) for w, d in sizes_of(rows)]
+        curves = [curve(select(rows, width=w, depth=d), key, size_label((w, d))) for w, d in sizes_of(rows)]
         draw(axes, curves, styles=lines)
         axes.set(xlabel="frames of training", ylabel=name)
         axes.set_xlim(left=0)
@@ -94,19 +103,19 @@ def over_frames(rows: Sequence[Row], looks: Looks, titles: Sequence[str]) -> "Fi
 def curve(rows: Sequence[Row], key: str, label: str) -> Line:
     """Mean over seeds at every checkpoint; where there is one seed only, the interval has a gap."""
     x = sorted({row["frames"] for row in rows})
-    at = [estimate(run_means(pick(rows, frames=frames), key)) for frames in x]
+    at = [estimate(run_means(select(rows, frames=frames), key)) for frames in x]
     alone = all(e.low is None for e in at)
     low, high = (None if alone else np.array([getattr(e, side) for e in at], float) for side in ("low", "high"))
     return Line(label, np.array(x), np.array([e.mean for e in at]), low, high, max(e.n for e in at))
 
 
 @drawn
-def over_sizes(rows: Sequence[Row], looks: Looks, titles: Sequence[str], change: Change | None) -> "Figure":
+def over_sizes(rows: Sequence[Row], looks: Looks, titles: Sequence[str], change: ChangePoint | None) -> "Figure":
     """Proxy and true return of one proxy at one checkpoint, by parameters."""
     figure = empty(4.4 + 0.22 * -(-len(sizes_of(rows)) // 4))  # four names to a line of the legend
     left, right = figure.subplots(1, 2)
     for axes, title, (key, name) in zip((left, right), titles, SIDES.items(), strict=True):
-        points = {s: pick(rows, width=s[0], depth=s[1]) for s in sizes_of(rows)}
+        points = {s: select(rows, width=s[0], depth=s[1]) for s in sizes_of(rows)}
         for size, runs in points.items():
             x, y = runs[0]["parameters"], run_means(runs, key)
             beside = [x * 1.04] * len(y)  # the interval would cover them
@@ -159,7 +168,7 @@ def proxy_against_true(rows: Sequence[Row], looks: Looks) -> "Figure":
     figure = empty(0.7 + 3.7 * down)
     panels = figure.subplots(down, columns, squeeze=False).ravel()
     for axes, proxy in zip(panels, proxies, strict=False):
-        for row in pick(rows, proxy=proxy):
+        for row in select(rows, proxy=proxy):
             look = looks[row["width"], row["depth"]]
             x, y = (np.mean(row[key]) for key in SIDES)
             face = look["color"] if row["mode"] == "greedy" else "none"
@@ -179,7 +188,7 @@ def proxy_against_true(rows: Sequence[Row], looks: Looks) -> "Figure":
 
 
 @drawn
-def component_rates(rows: Sequence[Row], looks: Looks, names: Sequence[str]) -> "Figure":
+def components_per_step(rows: Sequence[Row], looks: Looks, names: Sequence[str]) -> "Figure":
     """A panel per component, a row per proxy, a dot per size: how much of it there is per step."""
     proxies, sizes = proxies_of(rows), sizes_of(rows)
     columns = min(4, max(2, len(names)))
@@ -190,7 +199,7 @@ def component_rates(rows: Sequence[Row], looks: Looks, names: Sequence[str]) -> 
     for axes, name in zip(panels.ravel(), names, strict=False):
         for i, proxy in enumerate(proxies):
             for size, nudge in zip(sizes, np.linspace(-0.36, 0.36, len(sizes)) if len(sizes) > 1 else [0], strict=True):
-                found = rates(pick(rows, proxy=proxy, width=size[0], depth=size[1]), name)
+                found = component_rates(select(rows, proxy=proxy, width=size[0], depth=size[1]), name)
                 if len(found):
                     first = size_label(size) if i == 0 else ""
                     dot(axes, i + nudge, estimate(found), looks[size], first, across=True)
@@ -212,8 +221,8 @@ def component_rates(rows: Sequence[Row], looks: Looks, names: Sequence[str]) -> 
 @drawn
 def action_shares(rows: Sequence[Row], actions: Sequence[str]) -> "Figure":
     """A row per proxy and size, a column per action: which share of the steps took it. Every run counts the same."""
-    groups = [(proxy, size) for proxy in proxies_of(rows) for size in sizes_of(pick(rows, proxy=proxy))]
-    table = np.array([shares(pick(rows, proxy=p, width=w, depth=d)) for p, (w, d) in groups])
+    groups = [(proxy, size) for proxy in proxies_of(rows) for size in sizes_of(select(rows, proxy=proxy))]
+    table = np.array([shares(select(rows, proxy=p, width=w, depth=d)) for p, (w, d) in groups])
     figure = empty(1.9 + 0.36 * len(groups))
     axes = figure.subplots()
     top = max(float(table.max()), 1e-9)

@@ -19,7 +19,7 @@ from bestiary.reward_hacking.report.sections import (
     in_modes,
     search,
 )
-from bestiary.reward_hacking.statistics import Row, checkpoints, estimate, falls, run_means
+from bestiary.reward_hacking.statistics import Row, align_checkpoints, estimate, falls, run_means
 
 FEW = 5  # seeds below which a bootstrap interval is little more than their range
 FALLS = """
@@ -36,7 +36,7 @@ seeds. It describes and proves nothing.
 
 def write_report(study: dict[str, Any], path: Path) -> None:
     """Write a study as one page: no file beside it, nothing from the net."""
-    rows = checkpoints(study["rows"])
+    rows = align_checkpoints(study["rows"])
     parts = [*opening(study, rows), *setup(study)]
     if rows:
         results = search(rows, str(study["settings"].get("true", "")))

@@ -9,17 +9,17 @@ from bestiary.reward_hacking.report import figures
 from bestiary.reward_hacking.report.figures import MODES, Looks, Size, looks_of, proxies_of, size_label, sizes_of
 from bestiary.reward_hacking.report.html import Html, count, el, figure, interval, join, short, table
 from bestiary.reward_hacking.statistics import (
-    Change,
+    ChangePoint,
     Row,
     change_over_sizes,
     change_over_time,
+    component_rates,
     correlation,
     estimate,
     falls,
     pearson,
-    pick,
-    rates,
     run_means,
+    select,
     spearman,
     verdict,
 )
@@ -32,7 +32,7 @@ which alone pushes a correlation between games upwards. A correlation is not def
 one side is the same in all of them.
 """
 
-Falls = dict[str, Change | None]  # along what -> what was found
+Falls = dict[str, ChangePoint | None]  # along what -> what was found
 
 
 class Results(NamedTuple):
@@ -47,13 +47,13 @@ class Results(NamedTuple):
 def search(rows: list[Row], true: str) -> Results:
     """Everything that more than one section needs."""
     end = max(row["frames"] for row in rows)
-    found = {(p, mode): search_falls(pick(rows, proxy=p, mode=mode), end) for p, mode in kinds(rows)}
-    return Results(rows, end, pick(rows, frames=end), looks_of(rows), true, found)
+    found = {(p, mode): search_falls(select(rows, proxy=p, mode=mode), end) for p, mode in kinds(rows)}
+    return Results(rows, end, select(rows, frames=end), looks_of(rows), true, found)
 
 
 def kinds(rows: Sequence[Row]) -> list[tuple[str, str]]:
     """Proxies and the modes in which they were played, greedy first."""
-    return [(p, mode) for p in proxies_of(rows) for mode in MODES if pick(rows, proxy=p, mode=mode)]
+    return [(p, mode) for p in proxies_of(rows) for mode in MODES if select(rows, proxy=p, mode=mode)]
 
 
 def cells(rows: Sequence[Row]) -> list[tuple[str, Size, str, list[Row]]]:
@@ -62,19 +62,19 @@ def cells(rows: Sequence[Row]) -> list[tuple[str, Size, str, list[Row]]]:
         (proxy, (width, depth), mode, group)
         for proxy, mode in kinds(rows)
         for width, depth in sizes_of(rows)
-        if (group := pick(rows, proxy=proxy, mode=mode, width=width, depth=depth))
+        if (group := select(rows, proxy=proxy, mode=mode, width=width, depth=depth))
     ]
 
 
 def search_falls(rows: Sequence[Row], end: int) -> Falls:
     """Falls of the true return: along parameters at the last checkpoint, and along frames for every size."""
     by_parameters: dict[float, list[Row]] = {}
-    for row in pick(rows, frames=end):
+    for row in select(rows, frames=end):
         by_parameters.setdefault(row["parameters"], []).append(row)
     groups = [run_means(group, "true_return") for group in by_parameters.values()]
     found: Falls = {PARAMETERS: change_over_sizes(list(by_parameters), groups)}
     for width, depth in sizes_of(rows):
-        frames, returns = series(pick(rows, width=width, depth=depth))
+        frames, returns = series(select(rows, width=width, depth=depth))
         found[f"by frames, {size_label((width, depth))}"] = change_over_time(frames, returns)
     return found
 
@@ -82,7 +82,7 @@ def search_falls(rows: Sequence[Row], end: int) -> Falls:
 def series(rows: Sequence[Row]) -> tuple[list[int], np.ndarray]:
     """Checkpoints and true returns [seeds, checkpoints] of the runs that have all of them."""
     x = sorted({row["frames"] for row in rows})
-    runs = [pick(rows, run=run) for run in dict.fromkeys(row["run"] for row in rows)]
+    runs = [select(rows, run=run) for run in dict.fromkeys(row["run"] for row in rows)]
     whole = [sorted(found, key=lambda row: row["frames"]) for found in runs if len(found) == len(x)]
     return x, np.array([run_means(found, "true_return") for found in whole])
 
@@ -92,17 +92,17 @@ def about_proxy(results: Results, proxy: str) -> list[Html]:
 
     def show(rows: list[Row], mode: str) -> Html:
         found = results.falls[proxy, mode]
-        ends = pick(rows, frames=results.end)
+        ends = select(rows, frames=results.end)
         pictures = [frames_figure(results, rows), *([sizes_figure(results, ends, found[PARAMETERS])] if ends else [])]
         return join([*pictures, fall_table(found, mode)])
 
     heading = el("h2", proxy, id=f"proxy-{proxies_of(results.rows).index(proxy)}")
-    return [heading, *in_modes(pick(results.rows, proxy=proxy), show)]
+    return [heading, *in_modes(select(results.rows, proxy=proxy), show)]
 
 
 def in_modes(rows: Sequence[Row], show: Callable[[list[Row], str], Html]) -> list[Html]:
     """The first mode in sight, the other one click away."""
-    first, *others = [(mode, show(found, mode)) for mode in MODES if (found := pick(rows, mode=mode))]
+    first, *others = [(mode, show(found, mode)) for mode in MODES if (found := select(rows, mode=mode))]
     return [first[1], *(el("details", el("summary", f"The same, {mode} policy"), part) for mode, part in others)]
 
 
@@ -121,7 +121,7 @@ def frames_figure(results: Results, rows: Sequence[Row]) -> Html:
     )
 
 
-def sizes_figure(results: Results, rows: Sequence[Row], change: Change | None) -> Html:
+def sizes_figure(results: Results, rows: Sequence[Row], change: ChangePoint | None) -> Html:
     proxy, mode = rows[0]["proxy"], rows[0]["mode"]
     line = " The dashed line lies in the gap where the true return falls." if falls(change) else ""
     return figure(
@@ -160,14 +160,14 @@ def fall_table(found: Falls, mode: str) -> Html:
         if change is None:
             body.append([along, *"––––––", verdict(None)])
             continue
-        clear = "–" if change.drop.mean <= 0 else "below 0.1%" if change.chance < 0.001 else f"{change.chance:.1%}"
+        clear = "–" if change.drop.mean <= 0 else "below 0.1%" if change.p_value < 0.001 else f"{change.p_value:.1%}"
         best = "–" if change.from_best is None else interval(change.from_best)
         text = el("strong", verdict(change)) if falls(change) else verdict(change)
         body.append([along, change.points, change.seeds, places(change), interval(change.drop), clear, best, text])
     return table(head, body, 1, f"Does the true return fall? {mode.capitalize()} policy.", words_last=True)
 
 
-def places(change: Change) -> Html:
+def places(change: ChangePoint) -> Html:
     """Where the series is cut, and in how many resamples it is cut there."""
     if not change.shares:
         return el("small", f"{short(change.before)} and {short(change.after)}")
@@ -181,8 +181,8 @@ def places(change: Change) -> Html:
 def correlations(results: Results, rewards: Mapping[str, str], by_step: Sequence[Row]) -> list[Html]:
     body = []
     for proxy, mode in kinds(results.last):
-        rows = pick(results.last, proxy=proxy, mode=mode)
-        steps = pick(by_step, proxy=proxy, mode=mode)
+        rows = select(results.last, proxy=proxy, mode=mode)
+        steps = select(by_step, proxy=proxy, mode=mode)
         lines = [within_games(rows), across_runs(rows), *([within_steps(steps)] if steps else [])]
         body += [[proxy, mode, *line] for line in lines]
     runs = len({row["run"] for row in results.last})
@@ -212,7 +212,7 @@ def within_games(rows: Sequence[Row]) -> list[Any]:
 
 def across_runs(rows: Sequence[Row]) -> list[Any]:
     x, y = run_means(rows, "proxy_return"), run_means(rows, "true_return")
-    found = [correlation(x, y, measure) for measure in (pearson, spearman)]
+    found = [correlation(x, y, ranks) for ranks in (False, True)]
     why = "Not defined: a return is the same in all runs, or the runs are too few."
     return ["runs", *(why if r is None else interval(r, "run", "z.2f") for r in found), count(len(rows), "run")]
 
@@ -243,7 +243,7 @@ def behaviour(results: Results, actions: Sequence[str]) -> list[Html]:
 
 def component_figure(rows: Sequence[Row], mode: str, looks: Looks, names: Sequence[str]) -> Html:
     picture = figure(
-        figures.component_rates(rows, looks, names),
+        figures.components_per_step(rows, looks, names),
         f"{mode.capitalize()}: how much of each component there is per step, a panel per component, a row per proxy",
         f"{mode.capitalize()} policy at the last checkpoint: the sum of a component over all games of a run, divided "
         f"by its steps. A mark is the mean over the runs of a size ({seeds_of(rows)}); {intervals(rows, 'bars')}. "
@@ -251,7 +251,7 @@ def component_figure(rows: Sequence[Row], mode: str, looks: Looks, names: Sequen
     )
     body = []
     for proxy, size, _, group in cells(rows):
-        found = [rates(group, name) for name in names]
+        found = [component_rates(group, name) for name in names]
         body.append([proxy, size_label(size), len(group), *(interval(estimate(r)) if len(r) else "–" for r in found)])
     numbers = table(["proxy", "size", "seeds", *names], body, 2)
     return join([picture, el("details", el("summary", f"The numbers, {mode} policy"), numbers)])

@@ -390,7 +390,7 @@ def test_a_recurrent_policy_has_divergence_0_from_itself(env):
     env_batch = env.make(3, 0, DETECTION, 1)
     rollouts = compare(agent, twin, env_batch, episodes=8)
     assert all((rows == 0).all() for rows in rollouts.divergence.values())
-    assert np.bincount(rollouts.index).tolist() == [e.steps for e in rollouts.episodes]
+    assert np.bincount(rollouts.episode_index).tolist() == [e.steps for e in rollouts.episodes]
     if env is CARTPOLE:
         assert len({e.steps for e in rollouts.episodes}) > 3
     env_batch.close()
@@ -400,7 +400,7 @@ def test_an_episode_that_begins_between_two_unrolls_is_one_episode():
     env = Recall(delay=2)  # four time steps per episode, and 32 per unroll
     assert UNROLL % 4 == 0
     rollouts = compare(Fixed(torch.zeros(4)), Fixed(torch.zeros(4)), env.make(2, 0, DETECTION, 1), episodes=40)
-    assert np.bincount(rollouts.index).tolist() == [3] * 40 and rollouts.visited.count == 120
+    assert np.bincount(rollouts.episode_index).tolist() == [3] * 40 and rollouts.visited.count == 120
 
 
 class Forgetful(LogitsRecorder):
@@ -412,7 +412,7 @@ def test_a_copy_without_recurrent_state_diverges():
     agent = agent_of(Impala(), CARTPOLE, Lstm(hidden=16))
     env_batch = CARTPOLE.make(3, 0, DETECTION, 1)
     rollouts = collect(PolicyPair(LogitsRecorder(agent), Forgetful(agent), seeded()), env_batch, 8, "sampled", seeded())
-    opening = np.unique(rollouts.index, return_index=True)[1]
+    opening = np.unique(rollouts.episode_index, return_index=True)[1]
     assert set(np.flatnonzero(rollouts.divergence["kl"] == 0)) == set(opening)  # equal only where an episode begins
     env_batch.close()
 
@@ -438,8 +438,8 @@ def test_distances_are_those_of_each_episode_seen_from_its_beginning(mode):
             expected += kl(p, q).tolist()
             visited.append(episode.obs[:, 0])
             steps.append(end - 1 - start)
-    assert steps == [e.steps for e in rollouts.episodes] == np.bincount(rollouts.index).tolist()
-    found = np.concatenate([rollouts.divergence["kl"][rollouts.index == g] for g in range(8)])
+    assert steps == [e.steps for e in rollouts.episodes] == np.bincount(rollouts.episode_index).tolist()
+    found = np.concatenate([rollouts.divergence["kl"][rollouts.episode_index == g] for g in range(8)])
     np.testing.assert_allclose(found, expected, atol=1e-5)
     assert found.max() > 0.1
     np.testing.assert_allclose(rollouts.visited.mean, torch.cat(visited).double().mean(0), atol=1e-6)

@@ -64,7 +64,7 @@ class Rollouts(NamedTuple):
     """Whole episodes, and the N steps of which they consist."""
 
     episodes: list[Episode]
-    index: NDArray[np.int64]  # [N] number of the episode to which a step belongs
+    episode_index: NDArray[np.int64]  # [N] number of the episode to which a step belongs
     divergence: dict[str, NDArray[np.float64]]  # name -> [N]; empty without a reference policy
     visited: RunningMoments  # of the states in which an action was chosen
 
@@ -107,7 +107,7 @@ def anomaly_scores(tested: Rollouts, reference: Rollouts) -> dict[str, float]:
     """The score of every detector: higher is more anomalous."""
     out: dict[str, float] = {}
     for name, by_step in tested.divergence.items():
-        by_episode = np.bincount(tested.index, by_step) / np.bincount(tested.index)
+        by_episode = np.bincount(tested.episode_index, by_step) / np.bincount(tested.episode_index)
         for per, x in (("episode", by_episode), ("step", by_step)):
             low, high = float(x.min()), float(x.max())
             spread = 0.0 if low == high else high - low  # also if all are infinite

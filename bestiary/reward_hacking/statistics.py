@@ -72,7 +72,7 @@ def _pearson(x: Floats, y: Floats) -> Floats:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", (stats.ConstantInputWarning, stats.NearConstantInputWarning))
-        return np.asarray(stats.pearsonr(x, y, axis=-1).statistic)
+        return np.asarray(stats.pearsonr(x, y, axis=-1)[0])
 
 
 def _spearman(x: Floats, y: Floats) -> Floats:

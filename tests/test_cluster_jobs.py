@@ -247,8 +247,9 @@ def test_a_real_run_is_the_same_there_and_a_command_is_all_it_takes(joined, tmp_
 def test_a_search_and_a_study_use_the_cluster_too(cluster, pretending, experiment, tmp_path):
     pytest.importorskip("optuna")
     from bestiary.launch.sweep import sweep
+    from bestiary.launch.sweep_settings import SweepSettings
 
-    told = sweep(experiment, "lr", 2, tmp_path / "search", seeds_per_trial=1, executor=cluster)
+    told = sweep(experiment, "lr", tmp_path / "search", SweepSettings(trials=2, seeds_per_trial=1), executor=cluster)
     assert [trial.state for trial in told] == ["complete", "complete"]
     river = replace(preset("riverraid"), frames=400, evaluation=Evaluation(every=100, episodes=4))
     planned = study.plan(river, ["fuel:10"], [256], [1, 2], [0], 2, tmp_path / "study")

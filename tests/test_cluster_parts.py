@@ -35,7 +35,9 @@ def trajectory(value: int, first: bool = False, length: int = 4, streams: int = 
 
 def test_without_ray_the_extra_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r'training on a cluster need the extra "ray": pip install "bestiary\[ray\]"'):
+    with pytest.raises(
+        UserError, match=r'the extra "ray" \(training on a cluster\) is not installed: pip install "bestiary\[ray\]"'
+    ):
         start(replace(bestiary.preset("recall"), runtime=Ray()))
 
 

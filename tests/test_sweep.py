@@ -1,4 +1,4 @@
-"""A search: its space, its trials, what is stopped early, what was broken off, and what comes out."""
+"""Sweeps: search spaces, trials, pruning, resuming and results."""
 
 import json
 import re
@@ -21,7 +21,8 @@ from bestiary.cli.main import main
 from bestiary.config.experiment import Evaluation, Experiment
 from bestiary.errors import UserError
 from bestiary.launch import executor
-from bestiary.launch.spaces import BUILTIN, Choices, Range, apply, flags, load_space, read_space
+from bestiary.launch.spaces import BUILTIN, Choices, Range, Space, apply, flags, load_space, read_space
+from bestiary.launch.sweep_settings import SweepSettings
 from bestiary.presets import PRESETS, preset
 
 LR = {"algo.optimizer.lr": {"low": 1e-5, "high": 1e-1, "log": True}}
@@ -29,8 +30,8 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
-def pretending(monkeypatch):
-    """Processes that only pretend to train: the rest is real."""
+def fake_training(monkeypatch):
+    """Processes are real, but only write the files of a training run."""
     pytest.importorskip("optuna")
     monkeypatch.setattr(executor, "command", lambda path: [sys.executable, fake_run.__file__, str(path)])
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -44,13 +45,14 @@ def experiment() -> Experiment:
     return replace(preset("catch"), frames=400, evaluation=Evaluation(every=100, episodes=4))
 
 
-def sweep(*args: Any, **options: Any) -> list[Any]:
+def sweep(experiment: Experiment, space: Any, trials: int, run: Path, stop: Any = lambda: False, **options: Any) -> Any:
     from bestiary.launch.sweep import sweep
 
-    return sweep(*args, **options)
+    jobs = options.pop("jobs", None)
+    return sweep(experiment, space, run, SweepSettings(trials, **options), jobs, stop=stop)
 
 
-def worth(experiment: Experiment, lr: float, seed: int) -> float:
+def final_score(experiment: Experiment, lr: float, seed: int) -> float:
     changed = apply(replace(experiment, seed=seed), {"algo.optimizer.lr": lr})
     return fake_run.value(json.loads(changed.to_json()))
 
@@ -95,28 +97,28 @@ def test_a_space_is_the_same_in_toml_in_json_and_nested(experiment, tmp_path):
         ('"algo.optimizer.lr" = {low = 1e-5}', "algo.optimizer.lr has no high"),
         ('"algo.optimizer.lr" = {lo = 1e-5, high = 1}', "did you mean low"),
         ('"algo.optimizer.lr" = {choices = []}', "should be a list of at least one value"),
-        ('"algo.optimizer.lr" = {choices = [1, 1.0]}', "the choice 1.0 is there twice"),
-        ('"algo.optimizer.lr" = {choices = [1], low = 1}', "low does not go with them"),
+        ('"algo.optimizer.lr" = {choices = [1, 1.0]}', "the choice 1.0 is given twice"),
+        ('"algo.optimizer.lr" = {choices = [1], low = 1}', "low cannot be used with them"),
         ('"algo.optimizer.lr" = {low = 0.1, high = 1, step = 3}', "step=3.0 must lie between 0 and 0.9"),
-        ('"algo.optimizer.lr" = 3', "should say low and high, or choices, not 3"),
+        ('"algo.optimizer.lr" = 3', "should have low and high, or choices, not 3"),
         ('"algo.batch-size" = {low = 0.5, high = 4}', "algo.batch_size: low=0.5 is not a whole number"),
         ('"algo.batch-size" = {choices = [4, true]}', "algo.batch_size=True is not a whole number"),
         ('"algo.reward-clip" = {choices = ["abs"]}', "is not one of abs_one"),
         ('"algo.reward-clip" = {low = 1, high = 2}', "is not a number: give choices"),
         ('core = {choices = ["lstm", "grru"]}', "there is no core 'grru': did you mean gru"),
         ('core = {choices = ["lstm", "ff"]}\n"core.hidden" = {choices = [8]}', "no setting core.hidden with core=ff"),
-        ("seed = {low = 0, high = 3}", "the seed is not searched"),
-        ("[evaluation]\nepisodes = {low = 1, high = 3}", "evaluation.episodes is not searched"),
+        ("seed = {low = 0, high = 3}", "the seed is no hyper-parameter"),
+        ("[evaluation]\nepisodes = {low = 1, high = 3}", "evaluation.episodes is no hyper-parameter"),
         ("algo = ", "cannot be read"),
     ],
 )
-def test_a_wrong_space_is_refused_in_one_sentence_before_any_work(space, sentence, capsys, tmp_path, monkeypatch):
+def test_a_wrong_space_is_refused_in_one_sentence(space, sentence, capsys, tmp_path, monkeypatch):
     pytest.importorskip("optuna")
     (tmp_path / "space.toml").write_text(space)
     monkeypatch.chdir(tmp_path)
     assert main(["sweep", "catch", "--space", "space.toml"]) == 2
-    said = capsys.readouterr().err
-    assert sentence in said and len(said.splitlines()) == 1
+    printed = capsys.readouterr().err
+    assert sentence in printed and len(printed.splitlines()) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["space.toml"]
 
 
@@ -129,10 +131,10 @@ def test_a_wrong_space_is_refused_in_one_sentence_before_any_work(space, sentenc
         (["--space", "lr", "--trials", "0"], "trials=0 must be at least 1"),
         (["--space", "lr", "--seeds-per-trial", "0"], "seeds-per-trial=0"),
         (["--space", "lr", "--jobs", "0"], "jobs=0 must be at least 1"),
-        (["--space", "lr", "--evaluation.episodes", "0"], "leaves nothing to compare"),
+        (["--space", "lr", "--evaluation.episodes", "0"], "leaves no metric to compare trials by"),
     ],
 )
-def test_wrong_words_are_refused_before_any_work(args, sentence, capsys, tmp_path, monkeypatch):
+def test_wrong_arguments_are_refused_before_any_work(args, sentence, capsys, tmp_path, monkeypatch):
     pytest.importorskip("optuna")
     monkeypatch.chdir(tmp_path)
     assert main(["sweep", "catch", *args]) == 2
@@ -154,7 +156,7 @@ def test_the_spaces_of_upside_down_rl_fit_its_presets(which, name):
     assert read_train([name, *flags(preset(name), last)]).experiment == apply(preset(name), last)
 
 
-def test_settings_of_a_trial_are_words_of_the_command_line():
+def test_values_of_a_trial_can_be_given_on_the_command_line():
     space = {
         "core": {"choices": ["lstm", "gru"]},
         "core.hidden": {"choices": [8, "16"]},
@@ -174,7 +176,7 @@ def test_settings_of_a_trial_are_words_of_the_command_line():
 # -- trials -------------------------------------------------------------------------------------------------
 
 
-def test_three_trials_then_two_more(pretending, tmp_path, capsys):
+def test_a_sweep_of_three_trials_is_continued_to_five(fake_training, tmp_path, capsys):
     (tmp_path / "space.json").write_text(json.dumps(LR))
     root = tmp_path / "sweep"
     args = ["sweep", "catch", "--frames", "400", "--evaluation.every", "100", "--space", str(tmp_path / "space.json")]
@@ -184,8 +186,8 @@ def test_three_trials_then_two_more(pretending, tmp_path, capsys):
     first = read_csv(root / "trials.csv")
     before = modification_times(root / "trial0002")
     assert main([*args, "5"]) == 0
-    said = capsys.readouterr().out
-    assert "3 of 5 trials are known" in said and "trials: 5 finished" in said
+    printed = capsys.readouterr().out
+    assert "3 of 5 trials have ended" in printed and "trials: 5 finished" in printed
 
     table = read_csv(root / "trials.csv")
     assert [row["trial"] for row in table] == ["0", "1", "2", "3", "4"] and table[:3] == first
@@ -194,109 +196,109 @@ def test_three_trials_then_two_more(pretending, tmp_path, capsys):
     assert len(set(rates)) == 5 and all(1e-5 <= rate <= 1e-1 for rate in rates)
     experiment = read_train(["catch", "--frames", "400"]).experiment
     for row, rate in zip(table, rates, strict=True):
-        each = [worth(experiment, rate, seed) for seed in (6, 7)]
+        each = [final_score(experiment, rate, seed) for seed in (6, 7)]
         assert [float(row[name]) for name in ("seed6", "seed7")] == pytest.approx(each, abs=1e-8)
         assert float(row["score"]) == pytest.approx(sum(each) / 2, abs=1e-8)
     best = max(table, key=lambda row: float(row["score"]))
-    assert f"--algo.optimizer.lr {best['algo.optimizer.lr']}" in said
+    assert f"--algo.optimizer.lr {best['algo.optimizer.lr']}" in printed
     assert (root / "sweep.png").stat().st_size > 5_000
     assert (root / "trial0004" / "seed7" / "experiment.json").exists()
 
 
-def test_the_mean_of_the_last_evaluations_counts(pretending, experiment, tmp_path):
+def test_the_value_of_a_trial_is_the_mean_of_its_last_evaluations(fake_training, experiment, tmp_path):
     (trial,) = sweep(experiment, {"algo.optimizer.lr": {"choices": [1e-3]}}, 1, tmp_path, seeds_per_trial=1, last=2)
-    assert trial.value == pytest.approx(worth(experiment, 1e-3, 0) * (0.75 + 1) / 2, abs=1e-8)
+    assert trial.value == pytest.approx(final_score(experiment, 1e-3, 0) * (0.75 + 1) / 2, abs=1e-8)
 
 
-def test_a_trial_that_was_broken_off_goes_on_with_its_own_settings(pretending, experiment, tmp_path, monkeypatch):
+def test_an_interrupted_trial_resumes_with_its_own_values(fake_training, experiment, tmp_path, monkeypatch):
     monkeypatch.setenv(fake_run.SECONDS_PER_EVALUATION, "0.1")
     start = time.monotonic()
 
     def stop() -> bool:
         return (tmp_path / "trial0000" / "seed0" / "metrics.csv").exists() or time.monotonic() - start > 20
 
-    (broken,) = sweep(experiment, LR, 2, tmp_path, jobs=1, seeds_per_trial=1, stop=stop)
-    assert broken.state == "running" and broken.value is None
+    (interrupted,) = sweep(experiment, LR, 2, tmp_path, jobs=1, seeds_per_trial=1, stop=stop)
+    assert interrupted.state == "running" and interrupted.value is None
     monkeypatch.setenv(fake_run.SECONDS_PER_EVALUATION, "0")
-    told = sweep(experiment, LR, 2, tmp_path, jobs=1, seeds_per_trial=1)
-    assert sorted(trial.number for trial in told) == [0, 1]
-    again = next(trial for trial in told if trial.number == 0)
-    assert again.state == "complete" and again.values == broken.values
+    trials = sweep(experiment, LR, 2, tmp_path, jobs=1, seeds_per_trial=1)
+    assert sorted(trial.number for trial in trials) == [0, 1]
+    resumed = next(trial for trial in trials if trial.number == 0)
+    assert resumed.state == "complete" and resumed.values == interrupted.values
 
 
-def test_a_hopeless_trial_is_stopped_early(pretending, experiment, tmp_path, monkeypatch):
+def test_a_trial_below_the_median_is_pruned(fake_training, experiment, tmp_path, monkeypatch):
     from bestiary.launch import sweep as module
 
-    monkeypatch.setattr(module, "UNJUDGED", 2)
-    monkeypatch.setattr(module, "JUDGE", 0.02)
+    monkeypatch.setattr(module, "STARTUP_TRIALS", 2)
+    monkeypatch.setattr(module, "PRUNE_SECONDS", 0.02)
     monkeypatch.setenv(fake_run.SECONDS_PER_EVALUATION, "0.12")
-    told = sweep(experiment, LR, 8, tmp_path, jobs=2, seeds_per_trial=1, sampler="random")
-    pruned = [trial for trial in told if trial.state == "pruned"]
-    whole = [trial.value for trial in told if trial.state == "complete"]
+    trials = sweep(experiment, LR, 8, tmp_path, jobs=2, seeds_per_trial=1, sampler="random")
+    pruned = [trial for trial in trials if trial.state == "pruned"]
+    whole = [trial.value for trial in trials if trial.state == "complete"]
     assert pruned and len(whole) >= 2
     assert any(not list((tmp_path / f"trial{t.number:04d}").glob("*/checkpoints/*400")) for t in pruned)
-    full = [worth(experiment, t.values["algo.optimizer.lr"], 0) for t in pruned]
+    full = [final_score(experiment, t.values["algo.optimizer.lr"], 0) for t in pruned]
     assert max(full) < max(whole)
 
 
-def test_nothing_is_stopped_early_where_that_is_not_wanted(pretending, experiment, tmp_path, monkeypatch):
+def test_no_trial_is_pruned_without_prune(fake_training, experiment, tmp_path, monkeypatch):
     from bestiary.launch import sweep as module
 
-    monkeypatch.setattr(module, "UNJUDGED", 1)
-    told = sweep(experiment, LR, 5, tmp_path, jobs=2, seeds_per_trial=1, prune=False)
-    assert {trial.state for trial in told} == {"complete"}
+    monkeypatch.setattr(module, "STARTUP_TRIALS", 1)
+    trials = sweep(experiment, LR, 5, tmp_path, jobs=2, seeds_per_trial=1, prune=False)
+    assert {trial.state for trial in trials} == {"complete"}
 
 
-def test_the_same_settings_are_not_tried_twice(pretending, experiment, tmp_path):
-    told = sweep(experiment, {"algo.optimizer.lr": {"choices": [1e-3, 1e-2]}}, 6, tmp_path, jobs=1, seeds_per_trial=1)
-    assert len(told) == 6 and {trial.state for trial in told} == {"complete"}
+def test_the_same_settings_are_not_tried_twice(fake_training, experiment, tmp_path):
+    trials = sweep(experiment, {"algo.optimizer.lr": {"choices": [1e-3, 1e-2]}}, 6, tmp_path, jobs=1, seeds_per_trial=1)
+    assert len(trials) == 6 and {trial.state for trial in trials} == {"complete"}
     assert len(list(tmp_path.glob("trial0*"))) == 2
-    for trial in told:
-        assert trial.value == pytest.approx(worth(experiment, trial.values["algo.optimizer.lr"], 0), abs=1e-8)
+    for trial in trials:
+        assert trial.value == pytest.approx(final_score(experiment, trial.values["algo.optimizer.lr"], 0), abs=1e-8)
 
 
-def test_a_trial_that_cannot_be_is_told_and_the_others_go_on(pretending, experiment, tmp_path):
+def test_a_trial_with_an_invalid_combination_fails_alone(fake_training, experiment, tmp_path):
     # 64 trajectories wait at most for 32 environments, half as many for 16
     space = {"algo.batch_size": {"choices": [8, 60]}, "runtime.envs": {"choices": [16, 32]}}
-    told = sweep(experiment, space, 12, tmp_path, jobs=1, seeds_per_trial=1)
-    failed = [trial for trial in told if trial.state == "failed"]
+    trials = sweep(experiment, space, 12, tmp_path, jobs=1, seeds_per_trial=1)
+    failed = [trial for trial in trials if trial.state == "failed"]
     assert failed and all(list(trial.values.values()) == [60, 16] for trial in failed)
     assert "can never be filled" in failed[0].problem
     assert any("can never be filled" in row["problem"] for row in read_csv(tmp_path / "trials.csv"))
-    assert told[0].state == "complete"
+    assert trials[0].state == "complete"
 
 
-def test_a_search_in_which_everything_fails_ends(pretending, experiment, tmp_path):
-    with pytest.raises(UserError, match="3 trials failed and none did not, the last: seed 13: ValueError: sensor"):
+def test_a_sweep_ends_if_its_first_trials_fail(fake_training, experiment, tmp_path):
+    with pytest.raises(UserError, match="the first 3 trials failed, the last: seed 13: ValueError: sensor"):
         sweep(replace(experiment, seed=13), LR, 50, tmp_path, jobs=1, seeds_per_trial=1)
     assert [row["state"] for row in read_csv(tmp_path / "trials.csv")] == ["failed"] * 3
 
 
-def test_a_metric_that_is_not_measured_is_told_at_the_first_trial(pretending, experiment, tmp_path):
-    with pytest.raises(UserError, match="there is no success of it: choose another --metric"):
+def test_a_metric_that_is_not_measured_is_refused(fake_training, experiment, tmp_path):
+    with pytest.raises(UserError, match="have no success: choose another --metric"):
         sweep(experiment, LR, 5, tmp_path, jobs=1, seeds_per_trial=1, metric="success")
     with pytest.raises(UserError, match="there is no metric 'scores': did you mean score"):
         sweep(experiment, LR, 5, tmp_path / "other", metric="scores")
     assert not (tmp_path / "other").exists()
 
 
-def test_another_sweep_in_the_same_place_is_refused(pretending, experiment, tmp_path):
+def test_another_sweep_in_the_same_directory_is_refused(fake_training, experiment, tmp_path):
     sweep(experiment, LR, 1, tmp_path / "s", seeds_per_trial=1)
     before = modification_times(tmp_path)
     with pytest.raises(UserError, match=r"holds another sweep .*space.algo.optimizer.lr.high: 0.1 -> 0.01"):
         sweep(experiment, "lr", 2, tmp_path / "s", seeds_per_trial=1)
     with pytest.raises(UserError, match=r"holds another sweep .*seeds_per_trial: 1 -> 2"):
         sweep(experiment, LR, 2, tmp_path / "s")
-    with pytest.raises(UserError, match="not empty and not a sweep"):
+    with pytest.raises(UserError, match="neither empty nor a sweep"):
         sweep(experiment, LR, 2, tmp_path)
     assert modification_times(tmp_path) == before
 
 
-def test_which_settings_matter_is_told_once_there_are_enough_trials():
+def test_importances_are_estimated_from_ten_trials_on():
     optuna = pytest.importorskip("optuna")
     from bestiary.launch.sweep import importances
 
-    space = {name: Range(0.0, 1.0) for name in ("matters", "noise", "other")}
+    space: Space = {name: Range(0.0, 1.0) for name in ("matters", "noise", "other")}
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.RandomSampler(seed=0))
     distributions = {name: optuna.distributions.FloatDistribution(0.0, 1.0) for name in space}
     for number in range(30):
@@ -308,7 +310,7 @@ def test_which_settings_matter_is_told_once_there_are_enough_trials():
     assert sum(shares.values()) == pytest.approx(1) and shares["matters"] > 0.6
 
 
-def test_a_search_with_real_runs(tmp_path, capsys):
+def test_a_sweep_with_real_training(tmp_path, capsys):
     pytest.importorskip("optuna")
     args = ["--runtime.envs", "4", "--algo.batch-size", "4", "--frames", "400", "--evaluation.episodes", "4"]
     args += ["--space", "lr", "--trials", "1", "--seeds-per-trial", "1", "--run", str(tmp_path / "s")]
@@ -316,14 +318,14 @@ def test_a_search_with_real_runs(tmp_path, capsys):
     assert main(["sweep", "catch", *args]) == 0
     for number, handler in before.items():
         signal.signal(number, handler)
-    said = capsys.readouterr().out
-    assert "nothing is stopped early" in said and "trials: 1 finished" in said
+    printed = capsys.readouterr().out
+    assert "no trial is pruned" in printed and "trials: 1 finished" in printed
     (row,) = read_csv(tmp_path / "s" / "trials.csv")
     (last,) = read_csv(tmp_path / "s" / "trial0000" / "seed0" / "evaluations.csv")
     assert float(row["score"]) == float(last["score"])
 
 
-def test_searches_in_the_documents_are_understood():
+def test_sweeps_in_the_documents_are_understood():
     found = []
     for page in (ROOT / "README.md", *ROOT.glob("docs/**/*.md")):
         text = page.read_text().replace("\\\n", " ")
@@ -335,7 +337,7 @@ def test_searches_in_the_documents_are_understood():
         read(words)
 
 
-def test_the_space_in_the_documents_is_one():
+def test_the_space_in_the_documents_is_valid():
     text = (ROOT / "docs" / "seeds-and-sweeps.md").read_text()
     (block,) = re.findall(r"```toml\n(.*?)```", text, re.S)
     assert len(read_space(tomllib.loads(block), preset("recall"))) == 5

@@ -1,4 +1,4 @@
-"""What a search may change: settings by their dotted names, each with a range or with choices."""
+"""Search spaces of sweeps: hyper-parameters by their dotted names, each with a range or with choices."""
 
 import dataclasses
 import itertools
@@ -12,6 +12,7 @@ from typing import Annotated, Any, NamedTuple
 
 from tyro.constructors import PrimitiveConstructorSpec
 
+from bestiary.config.aliases import renamed_flag
 from bestiary.config.experiment import Experiment
 from bestiary.config.schema import decode, encode, fits, kebab, members
 from bestiary.config.suggestions import did_you_mean
@@ -20,37 +21,37 @@ from bestiary.errors import UserError
 SCALES = (0.01, 0.015, 0.02, 0.025, 0.03)
 BUILTIN: dict[str, dict[str, Any]] = {
     "lr": {"algo.optimizer.lr": {"low": 1e-5, "high": 1e-2, "log": True}},
-    "udrl": {  # Srivastava et al. 2019, who drew 256 at random
+    "udrl": {  # the space of Srivastava et al. 2019, who sampled 256 points at random
         "algo.head": {"choices": [[n, *m] for n in (32, 64) for m in ([], [n], [2 * n], [2 * n] * 2, [2 * n] * 3)]},
         "algo.batch_size": {"choices": [512, 768, 1024, 1536, 2048]},
         "algo.scale": {"choices": [[of_return, of_horizon] for of_return in SCALES for of_horizon in SCALES]},
         "algo.top": {"choices": [25, 50, 75, 100]},
         "algo.optimizer.lr": {"low": 1e-4, "high": 1e-2, "log": True},
         "algo.per": {"choices": ["episode"]},
-        # their updates and episodes per iteration: here one learns after every unroll, and their ratio is what counts
+        # updates per iteration / episodes per iteration: here updates follow every unroll, so only the ratio remains
         "algo.ratio": {"choices": sorted({n / m for n in range(100, 301, 50) for m in (10, 20, 30, 40)})},
         "algo.warmup": {"choices": [10, 30, 50]},
         "algo.capacity": {"choices": [300, 400, 500, 600, 700]},
     },
 }
-BUILTIN["udrl-repo"] = {  # the public code: the same, fewer of some, and what commands ask for
+BUILTIN["udrl-repo"] = {  # the space of the published code: the same, with fewer choices, and the kind of command
     **{name: entry for name, entry in BUILTIN["udrl"].items() if name != "algo.warmup"},
     "algo.top": {"choices": [25, 75]},
     "algo.command": {"choices": ["to-go", "return"]},
 }
-SEE = "`bestiary train PRESET --help` lists them"
-WORDS = ("low", "high", "log", "step", "choices")
+SEE_HELP = "`bestiary train PRESET --help` lists them"
+KEYS = ("low", "high", "log", "step", "choices")
 
 
 class Range(NamedTuple):
     low: float
     high: float
-    log: bool = False
+    log: bool = False  # sampled on a logarithmic scale
     step: float | None = None
-    whole: bool = False  # only whole numbers
+    whole: bool = False  # integers only
 
     def samples(self) -> tuple[Any, ...]:
-        """Values that stand for all."""
+        """Values with which the whole range is checked."""
         return (self.low, self.high)
 
 
@@ -65,14 +66,12 @@ Space = dict[str, Range | Choices]
 
 
 def load_space(which: str, experiment: Experiment) -> Space:
-    """A builtin space by its name, or the one in a TOML or JSON file."""
+    """A builtin space by its name, or the space in a TOML or JSON file."""
     if which in BUILTIN:
         return read_space(BUILTIN[which], experiment)
     path = Path(which)
     if path.suffix not in (".toml", ".json"):
-        raise UserError(
-            f"there is no space {which!r}: {did_you_mean(which, BUILTIN)}; your own is a .toml or .json file"
-        )
+        raise UserError(f"there is no space {which!r}: {did_you_mean(which, BUILTIN)}, or name a .toml or .json file")
     try:
         text = path.read_text()
         data = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
@@ -81,19 +80,19 @@ def load_space(which: str, experiment: Experiment) -> Space:
     except (ValueError, OSError) as e:
         raise UserError(f"{path} cannot be read: {e}") from None
     if not isinstance(data, dict):
-        raise UserError(f"{path} should say for each setting what it may be")
+        raise UserError(f"{path} should be a table of settings, each with low and high or with choices")
     return read_space(data, experiment)
 
 
 def read_space(data: Mapping[str, Any], experiment: Experiment) -> Space:
-    """Check a space against an experiment: every setting exists, every value is one it can have."""
+    """Check a space against an experiment: every setting exists, and every value is valid."""
     entries = dict(_flat(data))
     if not entries:
         raise UserError("the space is empty: give at least one setting, such as algo.optimizer.lr")
     if "seed" in entries:
-        raise UserError("the seed is not searched: every trial has the same ones, as many as --seeds-per-trial says")
-    if how := [name for name in entries if name.startswith("evaluation.")]:
-        raise UserError(f"{how[0]} is not searched: trials must be evaluated alike to be compared")
+        raise UserError("the seed is no hyper-parameter: every trial has the same seeds, as many as --seeds-per-trial")
+    if protocol := [name for name in entries if name.startswith("evaluation.")]:
+        raise UserError(f"{protocol[0]} is no hyper-parameter: all trials need the same evaluation protocol")
     known = settings(experiment)
     parts = {
         name: _read(name, entries[name], known[name]) for name in entries if name in known and members(known[name])
@@ -107,14 +106,21 @@ def read_space(data: Mapping[str, Any], experiment: Experiment) -> Space:
                 given = "".join(
                     f" with {part}={value}" for part, value in chosen.items() if name.startswith(f"{part}.")
                 )
-                raise UserError(f"there is no setting {name}{given}: {did_you_mean(name, known, SEE)}")
+                hint = renamed_setting(name, known) or did_you_mean(name, known, SEE_HELP)
+                raise UserError(f"there is no setting {name}{given}: {hint}")
         space[name] = _read(name, entry, known[name])
     _try_out(space, experiment)
     return space
 
 
+def renamed_setting(name: str, known: Mapping[str, Any]) -> str | None:
+    """What a setting of an earlier version is called now, in a sentence; None: it is not one."""
+    sentence = renamed_flag(f"--{name}".replace("_", "-"), {f"--{one}".replace("_", "-") for one in known})
+    return sentence and sentence.replace("--", "")
+
+
 def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested tables and dotted names are the same; so are batch-size and batch_size."""
+    """Dotted names with underscores, from nested tables, dotted names and names with dashes."""
     for key, value in data.items():
         name = prefix + key.replace("-", "_")
         if isinstance(value, dict) and value and all(isinstance(inner, dict) for inner in value.values()):
@@ -124,7 +130,7 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def settings(part: Any, prefix: str = "") -> dict[str, Any]:
-    """The declared type of every setting by its dotted name, of the parts this experiment has."""
+    """The declared type of every setting of an experiment's parts, by its dotted name."""
     found: dict[str, Any] = {}
     for name, hint in typing.get_type_hints(type(part), include_extras=True).items():
         if name not in {f.name for f in dataclasses.fields(part)}:
@@ -138,22 +144,22 @@ def settings(part: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def apply(experiment: Experiment, values: Mapping[str, Any]) -> Experiment:
-    """The experiment with other settings; a part is named by its kind, and a new one has that kind's defaults."""
+    """The experiment with changed settings. A part is given by its kind; a new part has the defaults of its kind."""
     data = encode(experiment)
     try:
-        for name in sorted(values, key=lambda name: name.count(".")):  # a part before what is set within it
+        for name in sorted(values, key=lambda name: name.count(".")):  # a part before the settings within it
             *path, last = name.split(".")
-            place, cls = data, Experiment
+            target, cls = data, Experiment
             for step in path:
-                cls = _kinds(cls, step)[place[step]["kind"]]
-                place = place[step]
-            new, old = encode(values[name]), place[last]
+                cls = _kinds(cls, step)[target[step]["kind"]]
+                target = target[step]
+            new, old = encode(values[name]), target[last]
             if isinstance(old, dict) and old["kind"] != new:
-                place[last] = encode(_kinds(cls, last)[new]())
+                target[last] = encode(_kinds(cls, last)[new]())
             elif not isinstance(old, dict):
-                place[last] = new
+                target[last] = new
         return decode(Experiment, data)
-    except TypeError as e:  # a part that cannot be made without being told more
+    except TypeError as e:  # a part that has settings without a default
         raise UserError(f"{', '.join(f'{k}={v}' for k, v in values.items())}: {e}") from None
 
 
@@ -162,7 +168,7 @@ def _kinds(cls: type, name: str) -> dict[str, type]:
 
 
 def flags(experiment: Experiment, values: Mapping[str, Any]) -> list[str]:
-    """The same settings as words of the command line."""
+    """The same settings as arguments of the command line."""
     known, words = settings(apply(experiment, values)), []
     for name, value in sorted(values.items(), key=lambda item: item[0].count(".")):
         head, _, last = name.rpartition(".")
@@ -179,7 +185,7 @@ def flags(experiment: Experiment, values: Mapping[str, Any]) -> list[str]:
 
 
 def as_text(value: Any) -> str:
-    """One cell of a table."""
+    """A value as a cell of a table."""
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
@@ -188,19 +194,19 @@ def as_text(value: Any) -> str:
 
 def _read(name: str, entry: Any, hint: Any) -> Range | Choices:
     if not isinstance(entry, dict) or not entry:
-        raise UserError(f"{name} should say low and high, or choices, not {entry!r}")
+        raise UserError(f"{name} should have low and high, or choices, not {entry!r}")
     for word in entry:
-        if word not in WORDS:
-            raise UserError(f"{name} has {word!r}: {did_you_mean(word, WORDS)}")
+        if word not in KEYS:
+            raise UserError(f"{name} has {word!r}: {did_you_mean(word, KEYS)}")
     if "choices" in entry:
         if len(entry) > 1:
-            raise UserError(f"{name} has choices: {next(w for w in entry if w != 'choices')} does not go with them")
+            raise UserError(f"{name} has choices: {next(w for w in entry if w != 'choices')} cannot be used with them")
         values = entry["choices"]
         if not isinstance(values, list | tuple) or not values:
             raise UserError(f"{name}: choices={values!r} should be a list of at least one value")
         chosen = tuple(_value(name, hint, value) for value in values)
         if twice := [value for value in chosen if chosen.count(value) > 1]:
-            raise UserError(f"{name}: the choice {twice[0]!r} is there twice")
+            raise UserError(f"{name}: the choice {twice[0]!r} is given twice")
         return Choices(chosen)
     if missing := [word for word in ("low", "high") if word not in entry]:
         raise UserError(f"{name} has no {missing[0]}: give low and high, or choices")
@@ -217,12 +223,12 @@ def _read(name: str, entry: Any, hint: Any) -> Range | Choices:
     if log and low <= 0:
         raise UserError(f"{name}: low={low} must be positive where log is true")
     if step is not None and (log or not 0 < step <= high - low):
-        raise UserError(f"{name}: step={step} must lie between 0 and {high - low}, and does not go with log")
+        raise UserError(f"{name}: step={step} must lie between 0 and {high - low}, and cannot be combined with log")
     return Range(low, high, log, step, kind is int)
 
 
 def _value(name: str, hint: Any, value: Any, word: str = "") -> Any:
-    """As it is in an experiment. Text is read as the command line would read it."""
+    """A value as the experiment has it. Text is read as the command line reads it."""
     what = f"{name}: {word}={value!r}" if word else f"{name}={value!r}"
     if parts := members(hint):
         kinds = [kebab(cls) for cls in parts]
@@ -255,13 +261,13 @@ def _bare(hint: Any) -> Any:
 
 
 def _number(hint: Any) -> type | None:
-    """int or float, where a setting is a number or may be none."""
+    """int or float, if the setting is a number, or a number or None."""
     kinds = {_bare(option) for option in _options(hint)} - {type(None)}
     return kinds.pop() if len(kinds) == 1 and kinds <= {int, float} else None
 
 
 def _constructor(hint: Any) -> PrimitiveConstructorSpec[Any] | None:
-    """How the command line reads it, where that is special, as 1M and 64,64 are."""
+    """How the command line reads texts such as 1M or 64,64; None: as Python does."""
     for option in _options(hint):
         for note in getattr(option, "__metadata__", ()):
             if isinstance(note, PrimitiveConstructorSpec):
@@ -289,7 +295,7 @@ def _from_text(hint: Any, text: str) -> Any:
 
 
 def _wanted(hint: Any) -> str:
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "none"}
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "None"}
     return " or ".join(
         f"one of {', '.join(map(str, typing.get_args(kind)))}"
         if typing.get_origin(kind) is typing.Literal
@@ -299,7 +305,7 @@ def _wanted(hint: Any) -> str:
 
 
 def _try_out(space: Space, experiment: Experiment) -> None:
-    """Refuse what no experiment can have: alone, and together with the first of everything else."""
+    """Refuse a value that no experiment accepts, alone or with the first value of every other setting."""
     firsts = {name: entry.samples()[0] for name, entry in space.items()}
     parts = {name: value for name, value in firsts.items() if isinstance(value, str)}
     for name, entry in space.items():
@@ -312,4 +318,4 @@ def _try_out(space: Space, experiment: Experiment) -> None:
                 except UserError as e:
                     refusals.append(str(e))
             else:
-                raise UserError(f"the space is refused at {name}={value!r}: {refusals[0]}")
+                raise UserError(f"the space has an invalid value, {name}={value!r}: {refusals[0]}")

@@ -1,4 +1,4 @@
-"""A search at a glance: which settings matter, and a line per trial from its settings to what it was worth."""
+"""Figure of a sweep: importances of the hyper-parameters, and a parallel coordinate plot of the trials."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,62 +12,66 @@ from bestiary.config.extras import require
 from bestiary.launch.spaces import Choices, Range, Space, as_text
 
 if TYPE_CHECKING:
-    from bestiary.launch.sweep import Told
+    from bestiary.launch.sweep import TrialResult
 
 
-def picture(space: Space, metric: str, told: Sequence["Told"], importances: Mapping[str, float], path: Path) -> None:
+def plot_sweep(
+    space: Space, metric: str, trials: Sequence["TrialResult"], importances: Mapping[str, float], path: Path
+) -> None:
     require("matplotlib", "plot")
     from matplotlib.figure import Figure
     from matplotlib.style import context
 
-    shown = {name: entry for name, entry in space.items() if len(entry.samples()) > 1}
-    wide = 1.5 * (len(shown) + 1)
+    searched = {name: entry for name, entry in space.items() if len(entry.samples()) > 1}
+    width = 1.5 * (len(searched) + 1)
     with context(["default"]):
-        figure = Figure(figsize=(4.2 + wide, 1.6 + 0.34 * max(7, len(shown))), layout="constrained")
-        left, right = figure.subplots(1, 2, width_ratios=(2.2, wide))
-        draw_importances(left, importances, told)
-        draw_trials(right, shown, told, metric)
+        figure = Figure(figsize=(4.2 + width, 1.6 + 0.34 * max(7, len(searched))), layout="constrained")
+        left, right = figure.subplots(1, 2, width_ratios=(2.2, width))
+        draw_importances(left, importances, trials)
+        draw_trials(right, searched, trials, metric)
         figure.savefig(path, dpi=150, metadata={"Software": None})
 
 
-def draw_importances(axes: Any, shares: Mapping[str, float], told: Sequence["Told"]) -> None:
-    axes.set_title("what matters", loc="left", fontsize=11, pad=16)
+def draw_importances(axes: Any, shares: Mapping[str, float], trials: Sequence["TrialResult"]) -> None:
+    axes.set_title("importance of hyper-parameters", loc="left", fontsize=11, pad=16)
     axes.spines[["top", "right"]].set_visible(False)
     if not shares:
         axes.set_axis_off()
-        done = sum(trial.state == "complete" for trial in told)
-        axes.text(0, 0.98, f"{done} finished trials\ndo not tell yet", va="top", color="dimgrey", fontsize=9)
+        complete = sum(trial.state == "complete" for trial in trials)
+        axes.text(
+            0, 0.98, f"too few finished trials\nto estimate it: {complete}", va="top", color="dimgrey", fontsize=9
+        )
         return
     names = sorted(shares, key=lambda name: shares[name])
     axes.barh(names, [shares[name] for name in names], color=COLOURS[0], height=0.6)
-    axes.set_xlabel("share of importance")
+    axes.set_xlabel("importance (PED-ANOVA, sums to 1)")
     axes.tick_params(labelsize=9)
 
 
-def draw_trials(axes: Any, space: Space, told: Sequence["Told"], metric: str) -> None:
-    """Parallel coordinates: an upright scale per setting and one for the metric; stopped trials are grey."""
+def draw_trials(axes: Any, space: Space, trials: Sequence["TrialResult"], metric: str) -> None:
+    """Parallel coordinates: a vertical axis per hyper-parameter and one for the metric; pruned trials are grey."""
     from matplotlib import colormaps
     from matplotlib.colors import Normalize
 
-    done = {trial.number: trial.value for trial in told if trial.state == "complete" and trial.value is not None}
-    low, high = min(done.values(), default=0.0), max(done.values(), default=1.0)
+    complete = {trial.number: trial.value for trial in trials if trial.state == "complete" and trial.value is not None}
+    low, high = min(complete.values(), default=0.0), max(complete.values(), default=1.0)
     norm = Normalize(low, high if high > low else low + 1)
     colours = colormaps["viridis"]
-    early = sum(trial.state == "pruned" for trial in told)
-    title = f"{len(done)} trials, {metric} of the best {high:.3g}" if done else "no trial is finished"
-    title += f" (grey: {early} stopped early)" if early else ""
+    pruned = sum(trial.state == "pruned" for trial in trials)
+    title = f"{len(complete)} trials, best {metric} {high:.3g}" if complete else "no trial is finished"
+    title += f" (grey: {pruned} pruned)" if pruned else ""
     axes.set_title(title, loc="left", fontsize=11, pad=16)
-    for trial in reversed(told):  # the best on top
+    for trial in reversed(trials):  # the best is drawn last, on top
         if trial.state not in ("complete", "pruned"):
             continue
         heights = [height(entry, trial.values[name], trial.number) for name, entry in space.items()]
-        look: dict[str, Any] = {"color": "0.8", "linewidth": 0.8, "zorder": 1}
-        if trial.number in done:
-            value = done[trial.number]
+        style: dict[str, Any] = {"color": "0.8", "linewidth": 0.8, "zorder": 1}
+        if trial.number in complete:
+            value = complete[trial.number]
             heights.append(float(norm(value)))
-            best = trial is told[0]
-            look = {"color": colours(norm(value)), "linewidth": 2.6 if best else 1.1, "alpha": 1 if best else 0.75}
-        axes.plot(range(len(heights)), heights, **look)
+            best = trial is trials[0]
+            style = {"color": colours(norm(value)), "linewidth": 2.6 if best else 1.1, "alpha": 1 if best else 0.75}
+        axes.plot(range(len(heights)), heights, **style)
     for at, (name, entry) in enumerate(space.items()):
         scale(axes, at, name, ticks(entry))
     scale(axes, len(space), metric, [(float(norm(v)), f"{v:.3g}") for v in np.linspace(low, high, 5)])
@@ -87,7 +91,7 @@ def scale(axes: Any, at: int, name: str, marks: Sequence[tuple[float, str]]) -> 
 
 
 def height(entry: Range | Choices, value: Any, number: int = 0) -> float:
-    """Where on its scale, from 0 to 1. Trials with the same choice pass a little beside each other."""
+    """The position of a value on its axis, from 0 to 1. Trials with the same choice are spread a little."""
     if isinstance(entry, Choices):
         spread = 0.012 * ((number * 0.618) % 1 - 0.5)
         return entry.values.index(value) / (len(entry.values) - 1) + spread
@@ -97,7 +101,7 @@ def height(entry: Range | Choices, value: Any, number: int = 0) -> float:
 
 def ticks(entry: Range | Choices) -> list[tuple[float, str]]:
     if isinstance(entry, Choices):
-        step = math.ceil(len(entry.values) / 10)  # ten names fit
+        step = math.ceil(len(entry.values) / 10)  # at most ten labels fit
         shown = {v: f"{v:.3g}" if isinstance(v, float) else as_text(v) for v in entry.values[::step]}
         return [(entry.values.index(v) / (len(entry.values) - 1), text) for v, text in shown.items()]
     if entry.log:

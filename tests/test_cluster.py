@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.ray_nodes import Nodes, descendants, kill_session, processes
+from helpers.settings import configure
 
 import bestiary
 from bestiary.algos import Impala
@@ -80,7 +81,7 @@ def test_one_actor_in_lockstep_trains_as_the_local_runtime_does(name, frames, cl
     e = tiny(name, frames, lockstep=True, address=cluster.address)
     e = replace(e, evaluation=replace(e.evaluation, episodes=2))
     if name == "rcp-a":
-        e = replace(e, env=bestiary.preset("cartpole").env, algo=replace(e.algo, warmup=5))
+        e = replace(e, env=bestiary.preset("cartpole").env, algo=configure(e.algo, warmup=5))
     if name == "tmaze-r2d2":
         e = replace(e, algo=replace(e.algo, warmup=1_500))
     bestiary.train(e, tmp_path / "ray")
@@ -148,7 +149,7 @@ def test_a_run_goes_on_locally_and_on_another_number_of_actors(cluster, tmp_path
 def test_every_kind_of_replay_learns_with_several_actors_and_shards(name, cluster, tmp_path):
     e = tiny(name, 2_000)
     if name == "rcp-a":
-        e = replace(e, env=bestiary.preset("cartpole").env, algo=replace(e.algo, warmup=5))
+        e = replace(e, env=bestiary.preset("cartpole").env, algo=configure(e.algo, warmup=5))
     if name == "tmaze-r2d2":
         e = replace(e, algo=replace(e.algo, warmup=1_200, capacity=8_000))
     runtime = Ray(envs=8, threads=1, actors=2, shards=2, address=cluster.address)

@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 import torch
 from helpers.golden import experiment
+from helpers.settings import configure
 
 from bestiary import tree
 from bestiary.algos import AlgoConfig
 from bestiary.algos.base import Diverged, Learner
-from bestiary.algos.return_conditioned.learner import Commanded, CommandLearner
+from bestiary.algos.return_conditioned import CommandLearner, ReturnConditioned
 from bestiary.config.experiment import Experiment
 from bestiary.config.schema import kebab
 from bestiary.errors import UserError
@@ -40,18 +41,18 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("dqn", "ff", {"focus": 1.5, "grad_norm": 0.01, "lr_decay": "linear"}),
     ("r2d2", "gru", {"beta": 1.0}),
     ("sac-discrete", "gru", {"entropy_target": 0.8, "shared_encoder": True, "focus": 1.0, "target_encoder": True}),
-    ("udrl", "lstm", {"weighting": "exponential", "normalise": True, "average": 0.9, "optimizer": AdamW(lr=1e-2)}),
-    ("udrl", "ff", {"weighting": "exponential", "weigh": "moves", "window": 4}),
-    ("rcp", "ff", {"critic": "joint", "source": "peak", "critic_every": 2, "peak_every": 2}),
+    ("udrl", "lstm", {"weighting": "exponential", "normalise": True, "ema_decay": 0.9, "optimizer": AdamW(lr=1e-2)}),
+    ("udrl", "ff", {"weighting": "exponential", "weight_by": "transitions", "sequence_length": 4}),
+    ("rcp", "ff", {"critic": "joint", "command_source": "maximum", "critic_period": 2, "command_period": 2}),
 ]
 
 
 def experiment_of(case: tuple[str, str, dict[str, Any]]) -> Experiment:
     algo, core, changes = case
     e = experiment(algo, core)
-    size = 60 if isinstance(e.algo, Commanded) else 7  # seven cannot be divided evenly
-    few = {"warmup": 12} if isinstance(e.algo, Commanded) else {}
-    return replace(e, algo=replace(e.algo, batch_size=size, **(few | changes)))
+    size = 60 if isinstance(e.algo, ReturnConditioned) else 7  # seven cannot be divided evenly
+    few = {"warmup": 12} if isinstance(e.algo, ReturnConditioned) else {}
+    return replace(e, algo=configure(e.algo, batch_size=size, **(few | changes)))
 
 
 class Recorder(LocalRuntime):

@@ -13,12 +13,22 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bestiary.algos import Rcp, Udrl
-from bestiary.algos.return_conditioned.learner import CommandAgent, CommandLearner
+from bestiary.algos.return_conditioned.agent import ReturnConditionedAgent
+from bestiary.algos.return_conditioned.learner import ReturnConditionedLearner
 from bestiary.cores import Ff
 from bestiary.nets import Mlp, Net
-from bestiary.ops.commands import aim, best, exponential_weight, less_start, reduce, to_go, zscore
+from bestiary.ops.commands import (
+    command_distribution,
+    exponential_weight,
+    next_command,
+    returns_to_go,
+    subtract_start_baseline,
+    top_episodes,
+    zscore,
+)
 from bestiary.ops.returns import lambda_returns
-from bestiary.replay.episodes import EpisodeReplay, Held
+from bestiary.replay.episode_storage import EpisodeTable
+from bestiary.replay.episodes import EpisodeReplay, Episodes
 from bestiary.types import Spec, TimeStep, Trajectory
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "udrl.npz")
@@ -47,15 +57,16 @@ def stored(rewards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(parts).astype(np.float32), OFFSETS[:-1] + np.arange(len(LENGTHS))
 
 
-def held(which: slice = slice(None)) -> Held:
+def held(which: slice = slice(None)) -> EpisodeTable:
     """The recorded episodes as a replay that has kept all of them tells of them."""
-    return table(LENGTHS, earned=RETURNS, begun=GOLDEN["rcp_r/initial_returns"], merit=RETURNS)[which]
+    discounted = GOLDEN["rcp_r/initial_returns"]
+    return table(LENGTHS, episode_return=RETURNS, discounted_return=discounted, rank_score=RETURNS).select(which)
 
 
-def table(moves: np.ndarray, **columns: np.ndarray) -> Held:
+def table(moves: np.ndarray, **columns: np.ndarray) -> EpisodeTable:
     """Episodes of so many moves; what is not said of them is zero."""
-    blank = Held(*(np.zeros(len(moves), column.dtype) for column in Held.none()))
-    return blank._replace(number=np.arange(len(moves)), moves=moves, **columns)
+    blank = EpisodeTable(*(np.zeros(len(moves), column.dtype) for column in EpisodeTable.empty()))
+    return blank._replace(number=np.arange(len(moves)), length=moves, **columns)
 
 
 # -- what was still to come ------------------------------------------------------------------------------------------
@@ -72,7 +83,7 @@ def table(moves: np.ndarray, **columns: np.ndarray) -> Held:
 def test_what_is_to_go_is_what_was_recorded(rewards, discount, name):
     reward, first = stored(GOLDEN[rewards])
     window = int(LENGTHS.max())
-    out = to_go(reward, first, LENGTHS, np.zeros_like(first), window, discount)
+    out = returns_to_go(reward, first, LENGTHS, np.zeros_like(first), window, discount)
     assert out.dtype == np.float64
     close(np.concatenate([out[:n, e] for e, n in enumerate(LENGTHS)]), name)
     for e, n in enumerate(LENGTHS):
@@ -88,7 +99,7 @@ def test_what_is_to_go_is_a_loop_wherever_a_window_begins_and_ends(seed, window,
     first = np.cumsum(moves + 1) - moves - 1
     reward = rng.normal(size=int((moves + 1).sum())).astype(np.float32)
     start = rng.integers(-window - 1, moves + 2)
-    out = to_go(reward, first, moves, start, window, discount)
+    out = returns_to_go(reward, first, moves, start, window, discount)
     assert out.shape == (window, 6)
     for b in range(6):
         for k in range(window):
@@ -102,16 +113,16 @@ def test_what_is_to_go_is_a_loop_wherever_a_window_begins_and_ends(seed, window,
 
 
 def test_the_best_come_first_and_of_equals_the_later():
-    assert best(RETURNS, 100).tolist() == GOLDEN["sorted_episode_order"].tolist()
+    assert top_episodes(RETURNS, 100).tolist() == GOLDEN["sorted_episode_order"].tolist()
     assert len(set(RETURNS.tolist())) < len(RETURNS)  # or there would be no equals
-    assert best(np.array([1.0, 2.0, 2.0, 2.0, 0.0]), 3).tolist() == [3, 2, 1]
+    assert top_episodes(np.array([1.0, 2.0, 2.0, 2.0, 0.0]), 3).tolist() == [3, 2, 1]
 
 
 @pytest.mark.parametrize("distinct", [True, False])
 @pytest.mark.parametrize("k", KS)
 def test_the_best_and_their_statistics_are_those_recorded(k, distinct):
     name = f"command/{'distinct' if distinct else 'episodes'}_k{k}"
-    chosen = best(RETURNS, k, distinct)
+    chosen = top_episodes(RETURNS, k, distinct)
     assert chosen.tolist() == GOLDEN[f"{name}/selected"].tolist()
     close(RETURNS[chosen].mean(), f"{name}/mean")
     close(RETURNS[chosen].std(), f"{name}/std")
@@ -124,7 +135,7 @@ def test_the_best_are_those_of_a_sorted_list(values, k, distinct):
     ranked = sorted(range(len(values)), key=lambda i: (values[i], i), reverse=True)
     if distinct:
         ranked = [i for n, i in enumerate(ranked) if values[i] not in [values[j] for j in ranked[:n]]]
-    assert best(np.array(values, np.float64), k, distinct).tolist() == ranked[:k]
+    assert top_episodes(np.array(values, np.float64), k, distinct).tolist() == ranked[:k]
 
 
 # -- where commands come from ----------------------------------------------------------------------------------------
@@ -134,7 +145,8 @@ def test_the_best_are_those_of_a_sorted_list(values, k, distinct):
 @pytest.mark.parametrize("k", KS)
 def test_commands_spread_from_the_mean_of_the_best_to_a_deviation_more(k, distinct):
     name = f"command/{'distinct' if distinct else 'episodes'}_k{k}"
-    told = Udrl(source="spread", top=k, distinct=distinct).aim(held(), np.zeros(0))
+    cfg = Udrl(command_source="uniform", command_episodes=k, distinct_returns=distinct)
+    told = cfg.command_distribution(held(), np.zeros(0))
     assert told.pool.shape == (1, 2)
     close(told.pool[0, 0], f"{name}/desired_low", **SINGLE)
     close(told.pool[0, 1], f"{name}/horizon", rtol=0)
@@ -150,45 +162,53 @@ def test_commands_spread_from_the_mean_of_the_best_to_a_deviation_more(k, distin
 def test_an_agent_draws_what_was_recorded(k, distinct, monkeypatch):
     """The same numbers in place of its lots."""
     name = f"command/{'distinct' if distinct else 'episodes'}_k{k}"
-    cfg = Udrl(source="spread", top=k, distinct=distinct, max_return=MOST)
+    cfg = Udrl(command_source="uniform", command_episodes=k, distinct_returns=distinct, max_return=MOST)
     agent = cfg.agent(SPEC, NET, Ff())
-    agent.aim_at(cfg.aim(held(), np.zeros(0)))
+    agent.set_command_distribution(cfg.command_distribution(held(), np.zeros(0)))
     uniform = golden(f"{name}/uniform").float()
     lots = torch.stack([torch.zeros_like(uniform), uniform], 1)
     monkeypatch.setattr(torch, "rand", lambda *size, **_: lots.reshape(size))
-    drawn = agent.draw(torch.ones(len(uniform)), len(uniform), torch.Generator())
+    drawn = agent.sample_commands(torch.ones(len(uniform)), len(uniform), torch.Generator())
     close(drawn[:, 0], f"{name}/desired_return", **SINGLE)
     assert (drawn[:, 1] == int(GOLDEN[f"{name}/horizon"])).all()
 
 
 @pytest.mark.parametrize(("moves", "rounded"), [((8, 9), 8.0), ((9, 10), 10.0), ((7, 7, 8), 7.0), ((2, 3), 2.0)])
 def test_halves_of_a_horizon_are_rounded_to_even(moves, rounded):
-    assert Udrl(source="spread").aim(table(np.array(moves)), np.zeros(0)).pool[0, 1] == rounded
+    assert (
+        Udrl(command_source="uniform").command_distribution(table(np.array(moves)), np.zeros(0)).pool[0, 1] == rounded
+    )
 
 
 @pytest.mark.parametrize("distinct", [True, False])
 def test_commands_may_be_pairs_of_real_episodes_and_a_little_more(distinct):
-    told = Udrl(source="episode", top=5, distinct=distinct, increment=0.5).aim(held(), np.zeros(0))
+    told = Udrl(
+        command_source="episode", command_episodes=5, distinct_returns=distinct, return_increment=0.5
+    ).command_distribution(held(), np.zeros(0))
     chosen = GOLDEN[f"command/{'distinct' if distinct else 'episodes'}_k5/selected"]
     np.testing.assert_allclose(told.pool, np.stack([RETURNS[chosen], LENGTHS[chosen]], 1), rtol=1e-6)
     np.testing.assert_allclose(told.spread, [0.5 * RETURNS[chosen].std(), 0], rtol=1e-6)
-    without = Udrl(source="episode", top=5, horizon=False, shift=(0.0,), scale=(1.0,)).aim(held(), np.zeros(0))
+    without = Udrl(
+        command_source="episode", command_episodes=5, horizon=False, command_shift=(0.0,), command_scale=(1.0,)
+    ).command_distribution(held(), np.zeros(0))
     assert without.pool.shape == (5, 1) and without.spread.shape == (1,)
 
 
 def test_discounted_commands_begin_with_the_discounted_return():
-    top = best(RETURNS, 3)
-    told = Udrl(source="episode", top=3, discount=GAMMA).aim(held(), np.zeros(0))
+    top = top_episodes(RETURNS, 3)
+    told = Udrl(command_source="episode", command_episodes=3, discount=GAMMA).command_distribution(held(), np.zeros(0))
     np.testing.assert_allclose(told.pool[:, 0], GOLDEN["rcp_r/initial_returns"][top], rtol=1e-6)
-    plain = Udrl(source="episode", top=3, discount=GAMMA, command="return").aim(held(), np.zeros(0))
+    plain = Udrl(command_source="episode", command_episodes=3, discount=GAMMA, command="return").command_distribution(
+        held(), np.zeros(0)
+    )
     np.testing.assert_allclose(plain.pool[:, 0], RETURNS[top], rtol=1e-6)
 
 
 @pytest.mark.parametrize("few", [True, False])
 def test_the_largest_return_of_late_is_the_command_and_its_deviation_the_noise(few, monkeypatch):
-    monkeypatch.setattr("bestiary.algos.return_conditioned.learner.LATEST", int(GOLDEN["rcp_r/latest_batch"]))
-    cfg = Rcp(command="to-go", source="peak", discount=GAMMA)
-    told = cfg.aim(held(slice(-6, None)) if few else held(), np.zeros(0))
+    monkeypatch.setattr("bestiary.algos.return_conditioned.config.LATEST_EPISODES", int(GOLDEN["rcp_r/latest_batch"]))
+    cfg = Rcp(command="return-to-go", command_source="maximum", discount=GAMMA)
+    told = cfg.command_distribution(held(slice(-6, None)) if few else held(), np.zeros(0))
     assert told.pool.shape == (1, 1)
     close(told.pool[0, 0], "rcp_r/command_mean", **SINGLE)
     close(told.noise[0], "rcp_r/command_std", **SINGLE)
@@ -196,27 +216,28 @@ def test_the_largest_return_of_late_is_the_command_and_its_deviation_the_noise(f
 
 
 def test_the_largest_return_of_late_comes_with_how_long_late_episodes_were(monkeypatch):
-    monkeypatch.setattr("bestiary.algos.return_conditioned.learner.LATEST", 6)
-    told = Udrl(source="peak").aim(held(), np.zeros(0))
+    monkeypatch.setattr("bestiary.algos.return_conditioned.config.LATEST_EPISODES", 6)
+    told = Udrl(command_source="maximum").command_distribution(held(), np.zeros(0))
     np.testing.assert_allclose(told.pool, [[RETURNS[-6:].max(), LENGTHS[-6:].mean()]], rtol=1e-6)
     np.testing.assert_allclose(told.noise, [RETURNS[-6:].std(), 0], rtol=1e-6)
 
 
 def test_a_percentile_is_of_returns_or_of_what_was_said_of_moves():
     said = GOLDEN["rcp_a/advantage"]
-    told = Rcp(percentile=75.0).aim(held(), said)
+    told = Rcp(command_percentile=75.0).command_distribution(held(), said)
     assert told.pool.item() == pytest.approx(np.sort(said)[103:105].mean(), rel=1e-6)  # between 103 and 104 of 0..138
-    assert Rcp(percentile=75.0).aim(held(slice(0, 0)), np.zeros(0)).pool.tolist() == [[0.0]]  # nothing said yet
-    by_return = Rcp(command="return", percentile=100.0)
-    assert by_return.aim(held(), said).pool.item() == RETURNS.max()
-    by_move = Rcp(command="to-go", percentile=100.0)
-    assert by_move.aim(held(), said).pool.item() == pytest.approx(said.max(), rel=1e-6)
+    without_labels = Rcp(command_percentile=75.0).command_distribution(held(slice(0, 0)), np.zeros(0))
+    assert without_labels.pool.tolist() == [[0.0]]
+    by_return = Rcp(command="return", command_percentile=100.0)
+    assert by_return.command_distribution(held(), said).pool.item() == RETURNS.max()
+    by_move = Rcp(command="return-to-go", command_percentile=100.0)
+    assert by_move.command_distribution(held(), said).pool.item() == pytest.approx(said.max(), rel=1e-6)
 
 
 def test_an_aim_is_a_table_with_one_spread_and_one_noise_per_number():
-    one = aim(np.array([5.0, 3.0]), spread=2.0)
+    one = command_distribution(np.array([5.0, 3.0]), spread=2.0)
     assert one.pool.tolist() == [[5.0, 3.0]] and one.spread.tolist() == [2.0, 2.0] and one.noise.tolist() == [0.0, 0.0]
-    many = aim(np.arange(6.0).reshape(3, 2), noise=np.array([1.0, 0.0]))
+    many = command_distribution(np.arange(6.0).reshape(3, 2), noise=np.array([1.0, 0.0]))
     assert many.pool.shape == (3, 2) and many.noise.tolist() == [1.0, 0.0]
     assert all(x.dtype == torch.float32 for x in many)
 
@@ -230,24 +251,24 @@ def test_commands_shrink_as_recorded(case):
     wanted = torch.stack([golden(f"{name}/desired_return"), golden(f"{name}/desired_horizon").double()], 1)
     command = wanted[:1]
     for reward, after in zip(golden(f"{name}/rewards"), wanted[1:], strict=True):
-        command = reduce(command, reward[None], 1.0, MOST)
+        command = next_command(command, reward[None], 1.0, MOST)
         torch.testing.assert_close(command[0], after, **EXACT)
 
 
 def test_what_is_asked_for_shrinks_backwards_through_the_discount():
     """After any move, a command that began as what an episode earned is what was still earned."""
     reward, first = stored(GOLDEN["rewards"])
-    ahead = to_go(reward, first, LENGTHS, np.zeros_like(first), 4, GAMMA)[:, LENGTHS >= 5]  # [4, B]
+    ahead = returns_to_go(reward, first, LENGTHS, np.zeros_like(first), 4, GAMMA)[:, LENGTHS >= 5]  # [4, B]
     moved = torch.from_numpy(np.stack([reward[first + t + 1] for t in range(3)]).astype(np.float64)[:, LENGTHS >= 5])
     command = torch.from_numpy(ahead[0])[:, None]
     for t in range(3):
-        command = reduce(command, moved[t], GAMMA, np.inf)
+        command = next_command(command, moved[t], GAMMA, np.inf)
         np.testing.assert_allclose(command[:, 0], ahead[t + 1], rtol=1e-10)
 
 
 def test_every_row_of_a_batch_shrinks_by_its_own():
     command = torch.tensor([[10.0, 5.0], [3.0, 1.0], [319.0, 2.0]])
-    out = reduce(command, torch.tensor([1.0, 5.0, -9.0]), 1.0, 320.0)
+    out = next_command(command, torch.tensor([1.0, 5.0, -9.0]), 1.0, 320.0)
     assert out.tolist() == [[9.0, 4.0], [-2.0, 1.0], [320.0, 1.0]]
     assert command.tolist() == [[10.0, 5.0], [3.0, 1.0], [319.0, 2.0]]  # as it was
 
@@ -287,7 +308,7 @@ def test_a_weight_that_would_not_fit_a_number_is_the_cap():
 # -- what the learner makes of it -------------------------------------------------------------------------------------
 
 
-def learner_of(cls: type, **settings: Any) -> CommandLearner:
+def learner_of(cls: type, **settings: Any) -> ReturnConditionedLearner:
     cfg = cls(**({"head": (8,), "critic_head": (8,)} | settings))
     return cfg.learner(cfg.agent(SPEC, NET, Ff()), 1000)
 
@@ -303,10 +324,10 @@ def labelled(at: np.ndarray) -> Trajectory:
     )
     aux = {
         "valid": torch.ones(1, count, dtype=torch.bool),
-        "to_go": golden("label/return_to_go")[at][None],
+        "return_to_go": golden("label/return_to_go")[at][None],
         "horizon": golden("label/horizon")[at][None].double(),
-        "earned": golden("label/episode_return")[at][None],
-        "merit": golden("label/episode_return")[at][None],
+        "episode_return": golden("label/episode_return")[at][None],
+        "rank_score": golden("label/episode_return")[at][None],
         "advantage": golden("rcp_a/advantage")[at][None],
     }
     return Trajectory(blank, torch.zeros(1, count, dtype=torch.int64), aux, (), torch.zeros(count))
@@ -317,7 +338,7 @@ def test_labels_are_what_was_reached_and_in_how_many_moves():
     label = learner_of(Udrl).label(t)
     close(label[0, :, 0], "label/return_to_go")
     close(label[0, :, 1], "label/horizon")
-    short = learner_of(Udrl, command="return", horizon=False, shift=(0.0,), scale=(1.0,)).label(t)
+    short = learner_of(Udrl, command="return", horizon=False, command_shift=(0.0,), command_scale=(1.0,)).label(t)
     assert short.shape == (1, 139, 1)
     close(short[0, :, 0], "label/episode_return")
 
@@ -326,20 +347,20 @@ def test_labels_are_what_was_reached_and_in_how_many_moves():
 def test_whole_returns_weigh_as_recorded(beta):
     at = GOLDEN["rcp_r/step_index"]
     t = labelled(at)
-    close(t.aux["earned"][0], "rcp_r/episode_return")
-    for command in ("to-go", "return"):
-        learner = learner_of(Rcp, command=command, source="peak", beta=beta)
+    close(t.aux["episode_return"][0], "rcp_r/episode_return")
+    for command in ("return-to-go", "return"):
+        learner = learner_of(Rcp, command=command, command_source="maximum", beta=beta)
         weight = learner.weight(t, learner.label(t), t.aux["valid"])
         close(weight[0], f"rcp_r/beta{beta:g}/weight")
-    close(zscore(t.aux["earned"])[0], "rcp_r/zscore")
+    close(zscore(t.aux["episode_return"])[0], "rcp_r/zscore")
 
 
 def test_advantages_and_what_they_weigh_are_those_recorded(monkeypatch):
     """What was still earned, less what the critic expected: label and weight at once."""
     at = GOLDEN["rcp_a/step_index"]
     t = labelled(at)
-    t.aux["to_go"] = golden("label/discounted_return_to_go")[at][None]
-    learner = learner_of(Rcp, critic="joint", source="peak", value_scale=1.0)
+    t.aux["return_to_go"] = golden("label/discounted_return_to_go")[at][None]
+    learner = learner_of(Rcp, critic="joint", command_source="maximum", value_scale=1.0)
     monkeypatch.setattr(learner, "values", lambda step: golden("rcp_a/values")[at][None])
     label = learner.label(t)
     np.testing.assert_allclose(label[0, :, 0], GOLDEN["rcp_a/advantage"][at], **EXACT)
@@ -353,7 +374,7 @@ def test_moves_that_are_none_weigh_nothing_and_do_not_shift_the_others():
     at = np.concatenate([GOLDEN["rcp_r/step_index"], [0, 1, 2]])
     t = labelled(at)
     t.aux["valid"][0, -3:] = False
-    t.aux["earned"][0, -3:] = 1e9
+    t.aux["episode_return"][0, -3:] = 1e9
     learner = learner_of(Rcp, command="return")
     weight = learner.weight(t, learner.label(t), t.aux["valid"])[0]
     close(weight[:-3], "rcp_r/beta1/weight")
@@ -383,25 +404,25 @@ def flat(x: Tensor) -> Tensor:
     return torch.cat([x[:n, e] for e, n in enumerate(LENGTHS)])
 
 
-@pytest.mark.parametrize("critic", ["own", "joint"])
+@pytest.mark.parametrize("critic", ["separate", "joint"])
 def test_targets_of_the_critic_are_those_recorded(critic):
-    learner = learner_of(Rcp, critic=critic, source="peak", value_scale=1.0, discount=GAMMA)
+    learner = learner_of(Rcp, critic=critic, command_source="maximum", value_scale=1.0, discount=GAMMA)
     step, value = whole(ends=torch.ones(14, dtype=torch.bool))
     t = Trajectory(step, step.prev_action, {}, (), torch.zeros(14))
-    target, valid = learner.judge(t, value)
+    target, valid = learner.value_targets(t, value)
     close(flat(target), "rcp_a/td_lambda_target")
     assert valid.sum(0).tolist() == LENGTHS.tolist() and flat(valid).all()
-    scaled = learner_of(Rcp, critic=critic, source="peak", value_scale=50.0, discount=GAMMA)
-    close(50 * flat(scaled.judge(t, value / 50)[0]), "rcp_a/td_lambda_target")
+    scaled = learner_of(Rcp, critic=critic, command_source="maximum", value_scale=50.0, discount=GAMMA)
+    close(50 * flat(scaled.value_targets(t, value / 50)[0]), "rcp_a/td_lambda_target")
 
 
 def test_what_lies_beyond_a_time_limit_counts_for_a_critic_of_its_own_alone():
     ends = torch.arange(14) % 2 == 0
     step, value = whole(ends)
     t = Trajectory(step, step.prev_action, {}, (), torch.zeros(14))
-    settings: dict[str, Any] = {"source": "peak", "value_scale": 1.0, "discount": GAMMA}
-    target = learner_of(Rcp, critic="own", **settings).judge(t, value)[0]
-    joint = learner_of(Rcp, critic="joint", **settings).judge(t, value)[0]
+    settings: dict[str, Any] = {"command_source": "maximum", "value_scale": 1.0, "discount": GAMMA}
+    target = learner_of(Rcp, critic="separate", **settings).value_targets(t, value)[0]
+    joint = learner_of(Rcp, critic="joint", **settings).value_targets(t, value)[0]
     close(flat(joint), "rcp_a/td_lambda_target")
     lam = float(GOLDEN["rcp_a/lambda"])
     for e, n in enumerate(LENGTHS):
@@ -450,8 +471,11 @@ def replayed(rewards: np.ndarray, discount: float) -> EpisodeReplay:
     step.obs[:-1, 0] = torch.from_numpy(np.stack([episode, row], 1)).float()
     step.reward[:-1, 0] = torch.from_numpy(reward)
     step.is_first[:-1, 0] = torch.from_numpy(row == 0)
-    cfg = Udrl(discount=discount, warmup=1, ratio=100.0, batch_size=400, draw="moves", keep="best", capacity=14)
-    replay = cfg.replay_builder(1).build(0, SPEC, CommandAgent(cfg, SPEC, NET, Ff()).initial_state(1))
+    settings = Episodes(
+        warmup=1, updates_per_step=100.0, batch_size=400, sample_by="transitions", keep="best", capacity=14
+    )
+    cfg = Udrl(discount=discount, replay=settings)
+    replay = cfg.replay_builder(1).build(0, SPEC, ReturnConditionedAgent(cfg, SPEC, NET, Ff()).initial_state(1))
     replay.add(Trajectory(step, step.prev_action, {}, (), torch.zeros(1)))
     return replay
 
@@ -466,10 +490,10 @@ def replayed(rewards: np.ndarray, discount: float) -> EpisodeReplay:
 )
 def test_a_replay_labels_every_move_as_recorded(rewards, discount, name):
     replay = replayed(GOLDEN[rewards], discount)
-    close(replay.held.earned, "returns")
-    assert replay.held.moves.tolist() == LENGTHS.tolist()
+    close(replay.table.episode_return, "returns")
+    assert replay.table.length.tolist() == LENGTHS.tolist()
     if discount == GAMMA:
-        close(replay.held.begun, "rcp_r/initial_returns")
+        close(replay.table.discounted_return, "rcp_r/initial_returns")
     seen = set()
     for _ in range(5):
         batch = replay.sample()
@@ -478,10 +502,10 @@ def test_a_replay_labels_every_move_as_recorded(rewards, discount, name):
         episode, row = t.step.obs[0].long().numpy().T
         at = OFFSETS[episode] + row
         assert t.aux["valid"].all()
-        np.testing.assert_allclose(t.aux["to_go"][0], GOLDEN[name][at], **SINGLE)
+        np.testing.assert_allclose(t.aux["return_to_go"][0], GOLDEN[name][at], **SINGLE)
         np.testing.assert_array_equal(t.aux["horizon"][0], GOLDEN["label/horizon"][at])
-        np.testing.assert_allclose(t.aux["earned"][0], GOLDEN["label/episode_return"][at], **SINGLE)
-        np.testing.assert_allclose(t.aux["merit"][0], GOLDEN["label/episode_return"][at], **SINGLE)
+        np.testing.assert_allclose(t.aux["episode_return"][0], GOLDEN["label/episode_return"][at], **SINGLE)
+        np.testing.assert_allclose(t.aux["rank_score"][0], GOLDEN["label/episode_return"][at], **SINGLE)
         seen |= set(at.tolist())
     assert seen == set(range(139))
 
@@ -506,14 +530,16 @@ def test_what_the_start_promised_is_taken_off_by_a_ridge_regression(episodes, ri
     x = (start - start.mean(0)) / start.std(0)
     rows = np.concatenate([x, np.sqrt(ridge) * np.eye(4)])
     slope = np.linalg.lstsq(rows, np.concatenate([returns - returns.mean(), np.zeros(4)]), rcond=None)[0]
-    np.testing.assert_allclose(less_start(returns, start, ridge), returns - x @ slope, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(
+        subtract_start_baseline(returns, start, ridge), returns - x @ slope, rtol=1e-9, atol=1e-9
+    )
 
 
 def test_a_return_that_is_all_luck_leaves_its_mean_and_no_luck_leaves_it_as_it_is():
     rng = np.random.default_rng(0)
     start = rng.normal(size=(500, 3))
     lucky = 2.0 + start @ [4.0, 0.0, -1.0]
-    assert less_start(lucky, start).std() < 0.01 * lucky.std()
-    assert less_start(lucky, start).mean() == pytest.approx(lucky.mean())
+    assert subtract_start_baseline(lucky, start).std() < 0.01 * lucky.std()
+    assert subtract_start_baseline(lucky, start).mean() == pytest.approx(lucky.mean())
     same = np.ones((500, 3)) * [0.1, 0.0, -7.0]  # every episode begins alike
-    np.testing.assert_allclose(less_start(lucky, same), lucky, atol=1e-6)
+    np.testing.assert_allclose(subtract_start_baseline(lucky, same), lucky, atol=1e-6)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,10 +16,12 @@ from torch import Tensor
 
 from bestiary import tree
 from bestiary.errors import UserError
-from bestiary.ops.commands import Aim, aim, less_start
-from bestiary.replay import episodes as module
+from bestiary.ops.commands import CommandDistribution, command_distribution, subtract_start_baseline
+from bestiary.replay import critic_refresh
 from bestiary.replay.base import row_bytes
-from bestiary.replay.episodes import EpisodeReplay, Episodes, Held, Survey
+from bestiary.replay.critic_refresh import CriticLabels, CriticRefresh
+from bestiary.replay.episode_storage import EpisodeTable
+from bestiary.replay.episodes import EpisodeReplay, Episodes, EpisodesBuilder
 from bestiary.types import Batch, Spec, TimeStep, Trajectory, ValueTargets
 
 STREAMS = 3
@@ -92,15 +94,15 @@ class Played(NamedTuple):
     def moves(self) -> int:
         return len(self.rewards)
 
-    def to_go(self, move: int, discount: float) -> float:
-        return sum(discount**k * reward for k, reward in enumerate(self.rewards[move:]))
+    def return_to_go(self, step: int, discount: float) -> float:
+        return sum(discount**k * reward for k, reward in enumerate(self.rewards[step:]))
 
 
 class Naive:
     """A list of episodes in order of arrival."""
 
-    def __init__(self, cfg: Episodes) -> None:
-        self.cfg = cfg
+    def __init__(self, cfg: EpisodesBuilder) -> None:
+        self.builder, self.cfg = cfg, cfg.cfg
         self.kept: list[Played] = []
         self.arrived = self.moves = 0
 
@@ -131,45 +133,47 @@ class Naive:
         stays, moves = [], 0
         for n in order[: self.cfg.capacity]:
             moves += self.kept[n].moves
-            if stays and self.cfg.moves is not None and moves > self.cfg.moves:
+            if stays and self.cfg.max_transitions is not None and moves > self.cfg.max_transitions:
                 break
             stays.append(n)
         self.kept = [self.kept[n] for n in sorted(stays)]
 
     def merit(self, episode: Played) -> float:
-        return sum(episode.rewards) - self.cfg.cut_penalty * episode.cut - self.cfg.haste * len(episode.rewards)
+        return sum(episode.rewards) - self.cfg.length_penalty * len(episode.rewards)
 
 
-def mean_return(held: Held, said: np.ndarray) -> Aim:
-    return aim(np.array([held.earned.mean()]))
+def mean_return(held: EpisodeTable, said: np.ndarray) -> CommandDistribution:
+    return command_distribution(np.array([held.episode_return.mean()]))
 
 
-def settings(**changes: Any) -> Episodes:
-    base: dict[str, Any] = {
-        "streams": STREAMS,
-        "batch_size": 24,
-        "capacity": 20,
-        "moves": None,
-        "keep": "recent",
-        "best": 5,
-        "latest": 5,
-        "best_share": 0.5,
-        "draw": "episodes",
-        "window": 1,
-        "burn_in": 0,
-        "ratio": 100.0,
-        "per": "move",
-        "warmup": 1,
-        "discount": 0.9,
-        "adjust": False,
-        "cut_penalty": 0.0,
-        "haste": 0.0,
-        "aim": mean_return,
-    }
-    return Episodes(**(base | changes))
+def settings(**changes: Any) -> EpisodesBuilder:
+    cfg = Episodes(
+        batch_size=24,
+        capacity=20,
+        keep="recent",
+        best_episodes=5,
+        latest_episodes=5,
+        best_fraction=0.5,
+        sequence_length=1,
+        updates_per_step=100.0,
+        warmup=1,
+    )
+    return changed(EpisodesBuilder(cfg, STREAMS, 0.9, 0, mean_return), **changes)
 
 
-def build(cfg: Episodes, seed: int = 0, state: tuple[Tensor, ...] = MEMORY) -> EpisodeReplay:
+def changed(builder: EpisodesBuilder, **changes: Any) -> EpisodesBuilder:
+    """A builder with changes to itself or to the replay's settings."""
+    names = {field.name for field in fields(Episodes)}
+    cfg = replace(builder.cfg, **{name: value for name, value in changes.items() if name in names})
+    return replace(builder, cfg=cfg, **{name: value for name, value in changes.items() if name not in names})
+
+
+def labels_of(replay: EpisodeReplay) -> CriticLabels:
+    assert replay.labels is not None
+    return replay.labels
+
+
+def build(cfg: EpisodesBuilder, seed: int = 0, state: tuple[Tensor, ...] = MEMORY) -> EpisodeReplay:
     return cfg.build(seed, SPEC, state)
 
 
@@ -199,7 +203,7 @@ def places(batch: Batch, script: Script, burn_in: int) -> list[tuple[int, int, i
     return found
 
 
-def check(batch: Batch, script: Script, cfg: Episodes, naive: Naive, unrolls: tuple[int, ...] = (5,)) -> None:
+def check(batch: Batch, script: Script, cfg: EpisodesBuilder, naive: Naive, unrolls: tuple[int, ...] = (5,)) -> None:
     """Every row of a batch, and all that is said of it, against what was played."""
     t, aux = batch.trajectory, batch.trajectory.aux
     rows, columns = t.action.shape
@@ -219,25 +223,33 @@ def check(batch: Batch, script: Script, cfg: Episodes, naive: Naive, unrolls: tu
         moves = range(start, start + window)
         valid = [0 <= move < episode.moves for move in moves]
         assert aux["valid"][:, b].tolist() == valid
-        ahead = [episode.to_go(move, cfg.discount) for move, real in zip(moves, valid, strict=True) if real]
-        assert aux["to_go"][aux["valid"][:, b], b].tolist() == pytest.approx(ahead, rel=1e-6)
+        ahead = [episode.return_to_go(move, cfg.discount) for move, real in zip(moves, valid, strict=True) if real]
+        assert aux["return_to_go"][aux["valid"][:, b], b].tolist() == pytest.approx(ahead, rel=1e-6)
         left = [episode.moves - move for move, real in zip(moves, valid, strict=True) if real]
         assert aux["horizon"][aux["valid"][:, b], b].tolist() == left
-        assert aux["earned"][:, b].tolist() == [sum(episode.rewards)] * window
-        assert aux["merit"][:, b].tolist() == pytest.approx([naive.merit(episode)] * window, rel=1e-6)
-    assert set(aux) - {"target", "advantage"} == {"valid", "to_go", "horizon", "earned", "merit"}
+        assert aux["episode_return"][:, b].tolist() == [sum(episode.rewards)] * window
+        assert aux["rank_score"][:, b].tolist() == pytest.approx([naive.merit(episode)] * window, rel=1e-6)
+    assert set(aux) - {"value_target", "advantage"} == {
+        "valid",
+        "return_to_go",
+        "horizon",
+        "episode_return",
+        "rank_score",
+    }
     assert all(x.shape == (window, columns) for x in aux.values())
     assert t.state == () and t.version.shape == (columns,)
 
 
 def assert_same(replay: EpisodeReplay, naive: Naive) -> None:
-    held, kept = replay.held, naive.kept
-    assert held.moves.tolist() == [e.moves for e in kept]
-    assert held.earned.tolist() == [sum(e.rewards) for e in kept]
-    assert held.begun.tolist() == pytest.approx([e.to_go(0, naive.cfg.discount) for e in kept], rel=1e-9)
-    assert held.cut.tolist() == [e.cut for e in kept] and held.cut.dtype == bool
-    assert held.merit.tolist() == [naive.merit(e) for e in kept]
-    where = replay.rows[0].obs[held.first].long().tolist() if len(kept) else []
+    held, kept = replay.table, naive.kept
+    assert held.length.tolist() == [e.moves for e in kept]
+    assert held.episode_return.tolist() == [sum(e.rewards) for e in kept]
+    assert held.discounted_return.tolist() == pytest.approx(
+        [e.return_to_go(0, naive.builder.discount) for e in kept], rel=1e-9
+    )
+    assert held.truncated.tolist() == [e.cut for e in kept] and held.truncated.dtype == bool
+    assert held.rank_score.tolist() == [naive.merit(e) for e in kept]
+    where = replay.storage.arrays[0].obs[held.start].long().tolist() if len(kept) else []
     assert where == [[e.stream, e.start] for e in kept]
     assert (np.diff(held.number) > 0).all() and replay.arrived == naive.arrived
     assert len(set(held.number)) == len(kept)
@@ -258,11 +270,10 @@ def assert_same(replay: EpisodeReplay, naive: Naive) -> None:
     ],
 )
 @pytest.mark.parametrize(
-    ("keep", "penalty", "haste"),
-    [("best", 0.0, 0.0), ("best", 0.5, 0.0), ("best", 0.0, 0.25), ("recent", 0.5, 0.0), ("mixture", 0.0, 0.0)],
+    ("keep", "length_penalty"), [("best", 0.0), ("best", 0.25), ("recent", 0.25), ("mixture", 0.0)]
 )
-def test_the_episodes_held_are_those_of_a_list(keep, penalty, haste, capacity, moves, unrolls):
-    cfg = settings(keep=keep, capacity=capacity, moves=moves, cut_penalty=penalty, haste=haste)
+def test_the_episodes_held_are_those_of_a_list(keep, length_penalty, capacity, moves, unrolls):
+    cfg = settings(keep=keep, capacity=capacity, max_transitions=moves, length_penalty=length_penalty)
     for seed, density in ((0, 0.15), (1, 0.6)):
         script, replay, naive = Script(91, density, seed=seed), build(cfg), Naive(cfg)
         for t in script.trajectories(unrolls):
@@ -290,8 +301,8 @@ def test_the_episodes_held_are_those_of_a_list(keep, penalty, haste, capacity, m
 )
 def test_any_stream_is_kept_and_drawn_as_from_a_list(seed, keep, density, unrolls, capacity, moves, shape):
     window, burn_in = shape
-    cfg = settings(keep=keep, capacity=capacity, moves=moves, window=window, burn_in=burn_in)
-    script, replay, naive = Script(41, density, streams=2, seed=seed), build(replace(cfg, streams=2)), Naive(cfg)
+    cfg = settings(keep=keep, capacity=capacity, max_transitions=moves, sequence_length=window, burn_in=burn_in)
+    script, replay, naive = Script(41, density, streams=2, seed=seed), build(changed(cfg, streams=2)), Naive(cfg)
     for number, t in enumerate(script.trajectories(tuple(unrolls))):
         replay.add(t)
         naive.add(script, int(t.version[0]), len(t.action) - 1)
@@ -303,29 +314,29 @@ def test_any_stream_is_kept_and_drawn_as_from_a_list(seed, keep, density, unroll
 
 
 def test_an_episode_of_one_row_is_none():
-    script, cfg = Script.of([2, 0, 0, 3]), settings(streams=1, per="episode", warmup=3)
+    script, cfg = Script.of([2, 0, 0, 3]), settings(streams=1, update_unit="episode", warmup=3)
     replay = fill(build(cfg), script, (1,))
-    assert replay.held.moves.tolist() == [2, 3]
+    assert replay.table.length.tolist() == [2, 3]
     assert replay.arrived == replay.rate_limiter.moves == 2
     assert replay.sample() is None  # rows alone do not end the warm-up
 
 
 def test_of_equals_the_later_stays():
     script, cfg = Script.of([1, 2, 3, 4], [1.0, 5.0, 5.0, 0.0]), settings(streams=1, keep="best", capacity=1)
-    assert fill(build(cfg), script, (1,)).held.moves.tolist() == [3]
+    assert fill(build(cfg), script, (1,)).table.length.tolist() == [3]
 
 
 def test_one_episode_stays_even_if_it_is_longer_than_all_moves_together_may_be():
     for keep in ("best", "recent"):
-        cfg = settings(streams=1, keep=keep, moves=4)
+        cfg = settings(streams=1, keep=keep, max_transitions=4)
         replay = fill(build(cfg), Script.of([2, 9], [0.0, 1.0]), (1,))
-        assert replay.held.moves.tolist() == [9]
+        assert replay.table.length.tolist() == [9]
 
 
 def test_the_first_that_does_not_fit_goes_with_all_after_it():
     """A short one that would still fit would be kept only for being short."""
-    cfg = settings(streams=1, keep="recent", moves=6)
-    assert fill(build(cfg), Script.of([1, 5, 3]), (1,)).held.moves.tolist() == [3]
+    cfg = settings(streams=1, keep="recent", max_transitions=6)
+    assert fill(build(cfg), Script.of([1, 5, 3]), (1,)).table.length.tolist() == [3]
 
 
 def test_after_an_interruption_what_was_under_way_is_forgotten():
@@ -335,58 +346,48 @@ def test_after_an_interruption_what_was_under_way_is_forgotten():
     again = Script(40, 0.0, seed=1)
     again.is_first[9] = True
     replay.add(again.trajectory(0, 12))
-    assert replay.held.moves.tolist() == [8] * STREAMS
-    assert replay.held.earned.tolist() == again.reward[1:9].sum(0).tolist()
+    assert replay.table.length.tolist() == [8] * STREAMS
+    assert replay.table.episode_return.tolist() == again.reward[1:9].sum(0).tolist()
 
 
 def test_the_part_before_a_first_row_was_seen_is_no_episode():
     script, replay = Script(40, 0.0), build(settings())
     script.is_first[10] = script.is_first[15] = True
     replay.add(script.trajectory(5, 20))
-    assert replay.held.moves.tolist() == [4] * STREAMS
-
-
-def test_an_episode_that_was_cut_short_ranks_lower_by_the_penalty():
-    script = Script.of([1, 2, 3], [5.0, 6.0, 5.5])
-    script.is_terminal[[1, 8]] = True  # the first and the last came to their end
-    for penalty, kept in ((0.0, 2), (0.75, 3)):
-        cfg = settings(streams=1, keep="best", capacity=1, cut_penalty=penalty)
-        replay = fill(build(cfg), script, (1,))
-        assert replay.held.moves.tolist() == [kept]
-        assert replay.held.earned.tolist() == [{2: 6.0, 3: 5.5}[kept]]  # what it earned is what it earned
+    assert replay.table.length.tolist() == [4] * STREAMS
 
 
 def test_of_equal_episodes_the_quicker_one_ranks_higher():
     script = Script.of([1, 4], [5.0, 5.5])
     for haste, kept in ((0.0, 4), (0.1, 4), (0.25, 1)):
-        replay = fill(build(settings(streams=1, keep="best", capacity=1, haste=haste)), script, (1,))
-        assert replay.held.moves.tolist() == [kept]
+        replay = fill(build(settings(streams=1, keep="best", capacity=1, length_penalty=haste)), script, (1,))
+        assert replay.table.length.tolist() == [kept]
 
 
 @pytest.mark.parametrize("keep", ["best", "recent"])
 def test_merit_may_be_what_was_earned_beyond_what_the_start_promised(keep):
     """Against a list of (start, return) that is fitted anew after every episode."""
-    cfg = settings(streams=1, adjust=True, keep=keep, capacity=8, cut_penalty=2.0)
+    cfg = settings(streams=1, start_state_baseline=True, keep=keep, capacity=8, length_penalty=2.0)
     rng = np.random.default_rng(0)
     replay, kept, differs = build(cfg), [], False
     for number in range(40):
         start = rng.integers(0, 9, 2).astype(float)
         earned = float(start @ [3.0, -1.0] + rng.integers(0, 9))
-        t = Script.of([2], [earned]).trajectory(0, 3)
+        length = 1 + number % 2
+        t = Script.of([length], [earned]).trajectory(0, length + 1)
         t.step.obs[0, 0] = torch.from_numpy(start)
-        t.step.is_terminal[2] = number % 2 == 0
         replay.add(t)
-        kept.append((number, start, earned - 2.0 * (number % 2)))
+        kept.append((number, start, earned - 2.0 * length))
         merit = np.array([e for _, _, e in kept])
         if len(kept) > 2:  # more than there are slopes
-            merit = less_start(merit, np.stack([s for _, s, _ in kept]))
+            merit = subtract_start_baseline(merit, np.stack([s for _, s, _ in kept]))
         order = sorted(range(len(kept)), key=lambda n: (merit[n] if keep == "best" else 0, n), reverse=True)
         stays = sorted(order[:8])
         differs |= set(stays) != set(sorted(range(len(kept)), key=lambda n: kept[n][2], reverse=True)[:8])
         kept, merit = [kept[n] for n in stays], merit[stays]
-        assert replay.held.number.tolist() == [n for n, _, _ in kept]
-        np.testing.assert_allclose(replay.held.merit, merit, rtol=1e-9, atol=1e-9)
-        np.testing.assert_array_equal(replay.begins, np.stack([s for _, s, _ in kept]))
+        assert replay.table.number.tolist() == [n for n, _, _ in kept]
+        np.testing.assert_allclose(replay.table.rank_score, merit, rtol=1e-9, atol=1e-9)
+        np.testing.assert_array_equal(replay.start_obs, np.stack([s for _, s, _ in kept]))
     assert differs  # from what returns alone would keep
 
 
@@ -399,23 +400,23 @@ KEEPS = ["best", "recent", "mixture"]
 @pytest.mark.parametrize(("window", "burn_in", "keep"), [(*shape, KEEPS[n % 3]) for n, shape in enumerate(SHAPES)])
 def test_windows_are_rows_as_they_were_played_through_many_removals(window, burn_in, keep):
     """Room for 1024 rows is written over several times: whatever moves, every window stays what it was."""
-    cfg = settings(keep=keep, window=window, burn_in=burn_in, capacity=25)
+    cfg = settings(keep=keep, sequence_length=window, burn_in=burn_in, capacity=25)
     script, replay, naive = Script(1_501, 0.12), build(cfg), Naive(cfg)
     sizes = set()
     for number, t in enumerate(script.trajectories((20, 7))):
         replay.add(t)
         naive.add(script, int(t.version[0]), len(t.action) - 1)
-        if replay.held.number.size:
+        if replay.table.number.size:
             batch = draw(replay)
             if number % 8 == 0:
                 check(batch, script, cfg, naive, (20, 7))
-        sizes.add(0 if replay.rows is None else len(replay.rows[1]))
-    assert replay.arrived > 400 and replay.used < 1_024
+        sizes.add(0 if replay.storage.arrays is None else len(replay.storage.arrays[1]))
+    assert replay.arrived > 400 and replay.storage.used < 1_024
     assert max(sizes) == 1_024
 
 
 def test_there_is_more_room_where_more_is_held():
-    cfg = settings(capacity=10_000, window=4)
+    cfg = settings(capacity=10_000, sequence_length=4)
     script, naive = Script(1_501, 0.12), Naive(cfg)
     replay = build(cfg)
     for t in script.trajectories((50,)):
@@ -424,13 +425,13 @@ def test_there_is_more_room_where_more_is_held():
     assert_same(replay, naive)
     for _ in range(5):
         check(draw(replay), script, cfg, naive, (50,))
-    assert 4_000 < replay.used <= len(replay.rows[1]) < 4 * 4_500
+    assert 4_000 < replay.storage.used <= len(replay.storage.arrays[1]) < 4 * 4_500
     row = 8 + 8 + 4 + 1 + 1 + 8 + 8  # observation, previous action, reward, two flags, action, version
-    assert replay.bytes == replay.used * row
+    assert replay.bytes == replay.storage.used * row
 
 
 def test_what_was_drawn_does_not_change_when_more_is_played():
-    script, cfg = Script(1_201), settings(capacity=10, window=4)
+    script, cfg = Script(1_201), settings(capacity=10, sequence_length=4)
     replay = build(cfg)
     parts = list(script.trajectories((20,)))
     for t in parts[:10]:
@@ -453,26 +454,26 @@ def as_bits(batch: Batch | None) -> Any:
 def test_batches_hold_as_many_moves_as_asked_for():
     script = Script(401)
     for window, columns in ((1, 64), (4, 16), (64, 1), (33, 1)):
-        replay = fill(build(settings(window=window, batch_size=64)), script)
+        replay = fill(build(settings(sequence_length=window, batch_size=64)), script)
         assert draw(replay).trajectory.action.shape == (window, columns)
-    replay = fill(build(settings(window=None, batch_size=64)), script)
+    replay = fill(build(settings(sequence_length=None, batch_size=64)), script)
     moves = [int(draw(replay).trajectory.aux["valid"].sum()) for _ in range(100)]
     assert np.mean(moves) == pytest.approx(64, rel=0.15)
 
 
 @pytest.mark.parametrize(("state", "window"), [(COMMAND, 1), (MEMORY, None)])
 def test_whole_episodes_are_shown_where_something_is_remembered(state, window):
-    replay = build(settings(window=None), state=state)
-    assert replay.window == window
+    replay = build(settings(sequence_length=None), state=state)
+    assert replay.sequence_length == window
     frames = (*COMMAND, torch.zeros(1, 3, 1, 9, 9, dtype=torch.uint8))  # earlier pictures are not a memory
-    assert build(settings(window=None), state=frames).window == 1
-    assert build(settings(window=7), state=state).window == 7
+    assert build(settings(sequence_length=None), state=frames).sequence_length == 1
+    assert build(settings(sequence_length=7), state=state).sequence_length == 7
 
 
 def test_draws_come_from_the_seed():
     bits = []
     for seed in (0, 0, 1):
-        replay = fill(build(settings(window=4), seed), Script(101))
+        replay = fill(build(settings(sequence_length=4), seed), Script(101))
         bits.append([as_bits(draw(replay)) for _ in range(3)])
     assert bits[0] == bits[1] != bits[2]
     assert bits[0][0] != bits[0][1]
@@ -496,11 +497,13 @@ LENGTHS = [1, 2, 3, 5, 8, 13]
 EVERY = {(n, move): 1.0 for n, length in enumerate(LENGTHS) for move in range(length)}
 
 
-def shown(cfg: Episodes, windows: int, rewards: list[float] | None = None) -> tuple[Counter, Counter]:
+def shown(cfg: EpisodesBuilder, windows: int, rewards: list[float] | None = None) -> tuple[Counter, Counter]:
     """Of so many windows in one batch: how often each episode was drawn, and each (episode, move) shown."""
     lengths = LENGTHS if rewards is None else [2] * len(rewards)
     script = Script.of(lengths, rewards)
-    cfg = replace(cfg, streams=1, ratio=1e6, batch_size=round(windows * (cfg.window or np.mean(lengths))))
+    cfg = changed(
+        cfg, streams=1, updates_per_step=1e6, batch_size=round(windows * (cfg.cfg.sequence_length or np.mean(lengths)))
+    )
     t = draw(fill(build(cfg, seed=5), script, (1,))).trajectory
     valid, row = t.aux["valid"].numpy(), t.step.obs[..., 1].long().numpy()
     number = script.is_first[:, 0].cumsum(0).numpy() - 1
@@ -515,7 +518,7 @@ def shown(cfg: Episodes, windows: int, rewards: list[float] | None = None) -> tu
 def test_episodes_are_drawn_alike_or_by_their_moves():
     """Too even would be wrong as well."""
     by_episode, _ = shown(settings(), 4_000)
-    by_move, moves = shown(settings(draw="moves"), 4_000)
+    by_move, moves = shown(settings(sample_by="transitions"), 4_000)
     alike, long = dict.fromkeys(range(6), 1.0), {n: float(moves) for n, moves in enumerate(LENGTHS)}
     assert 1e-3 < chance(by_episode, alike) < 1 - 1e-3
     assert 1e-3 < chance(by_move, long) < 1 - 1e-3
@@ -526,7 +529,7 @@ def test_episodes_are_drawn_alike_or_by_their_moves():
 @pytest.mark.parametrize("window", [1, 2, 5, 20])
 def test_every_move_of_an_episode_is_as_likely_as_any_other(window):
     """Windows that begin before an episode or end after it make up for those inside."""
-    episodes, moves = shown(settings(window=window), 30_000)
+    episodes, moves = shown(settings(sequence_length=window), 30_000)
     for n, length in enumerate(LENGTHS):
         counts = np.array([moves[n, move] for move in range(length)])
         assert abs(counts - counts.mean()).max() < 5 * np.sqrt(counts.mean())
@@ -536,7 +539,9 @@ def test_every_move_of_an_episode_is_as_likely_as_any_other(window):
 @pytest.mark.parametrize("keep", ["recent", "mixture"])
 @pytest.mark.parametrize("window", [1, 4, 20, None])
 def test_drawn_by_moves_every_move_of_all_is_as_likely_as_any_other(window, keep):
-    _, moves = shown(settings(window=window, draw="moves", keep=keep, best=9, latest=9), 30_000)
+    _, moves = shown(
+        settings(sequence_length=window, sample_by="transitions", keep=keep, best_episodes=9, latest_episodes=9), 30_000
+    )
     counts = np.array([moves[key] for key in EVERY])
     assert abs(counts - counts.mean()).max() < 5 * np.sqrt(counts.mean())
 
@@ -544,17 +549,19 @@ def test_drawn_by_moves_every_move_of_all_is_as_likely_as_any_other(window, keep
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_a_mixture_draws_its_share_from_the_best_and_the_rest_from_the_latest(share):
     rewards = [9.0, 1.0, 8.0, 2.0, 7.0, 3.0, 6.0, 4.0]  # the best three: 0, 2, 4; the latest two: 6, 7
-    cfg = settings(keep="mixture", best=3, latest=2, best_share=share)
+    cfg = settings(keep="mixture", best_episodes=3, latest_episodes=2, best_fraction=share)
     counts, _ = shown(cfg, 3_000, rewards)
     expected = dict.fromkeys((0, 2, 4), share / 3) | dict.fromkeys((6, 7), (1 - share) / 2)
     assert 1e-3 < chance(counts, expected) < 1 - 1e-3
 
 
 def test_an_episode_may_be_among_the_best_and_the_latest():
-    cfg = settings(keep="mixture", best=2, latest=2, best_share=0.5)
+    cfg = settings(keep="mixture", best_episodes=2, latest_episodes=2, best_fraction=0.5)
     counts, _ = shown(cfg, 3_000, [5.0, 1.0, 2.0, 9.0])
     assert 1e-3 < chance(counts, {0: 0.25, 2: 0.25, 3: 0.5}) < 1 - 1e-3
-    few, _ = shown(replace(cfg, best=100, latest=100), 2_000, [5.0, 1.0, 2.0, 9.0])  # fewer than are asked for
+    few, _ = shown(
+        changed(cfg, best_episodes=100, latest_episodes=100), 2_000, [5.0, 1.0, 2.0, 9.0]
+    )  # fewer than are asked for
     assert 1e-3 < chance(few, dict.fromkeys(range(4), 1.0)) < 1 - 1e-3
 
 
@@ -568,17 +575,17 @@ def drain(replay: EpisodeReplay, most: int = 100_000) -> int:
     return count
 
 
-@pytest.mark.parametrize("per", ["move", "episode"])
+@pytest.mark.parametrize("per", ["step", "episode"])
 @pytest.mark.parametrize("ratio", [0.05, 0.25, 1.0, 2.5])
 def test_updates_keep_their_ratio_to_moves_or_episodes(ratio, per):
     script = Script(201)
-    cfg = settings(ratio=ratio, per=per, warmup=4, batch_size=1)
+    cfg = settings(updates_per_step=ratio, update_unit=per, warmup=4, batch_size=1)
     replay, naive, given_out = build(cfg), Naive(cfg), 0
     for t in script.trajectories():
         replay.add(t)
         naive.add(script, int(t.version[0]), 5)
         given_out += drain(replay)
-        played = naive.moves if per == "move" else naive.arrived
+        played = naive.moves if per == "step" else naive.arrived
         assert replay.rate_limiter.moves == played
         if naive.arrived < 4:
             assert given_out == 0
@@ -591,16 +598,16 @@ def test_updates_keep_their_ratio_to_moves_or_episodes(ratio, per):
 @pytest.mark.parametrize("other", [0.125, 0.5])
 def test_another_ratio_does_not_make_up_for_the_past(other):
     """As with another number of learners, of which each takes a batch."""
-    cfg = settings(ratio=0.25, warmup=4, batch_size=1)
+    cfg = settings(updates_per_step=0.25, warmup=4, batch_size=1)
     replay = fill(build(cfg), Script(201))
     drain(replay)
-    resumed = build(replace(cfg, ratio=other))
+    resumed = build(changed(cfg, updates_per_step=other))
     resumed.load_state_dict(through_a_file(replay.state_dict()))
     assert abs(resumed.rate_limiter.due) < 2  # less than one was due, at a ratio of at most half of this
 
 
 def test_warm_up_counts_episodes_whether_they_stay_or_not():
-    cfg = settings(streams=1, warmup=4, capacity=1, ratio=1.0)
+    cfg = settings(streams=1, warmup=4, capacity=1, updates_per_step=1.0)
     script, replay, drawn = Script.of([3, 3, 3, 3, 3]), build(cfg), []
     for t in script.trajectories((4,)):  # an episode each
         replay.add(t)
@@ -608,12 +615,12 @@ def test_warm_up_counts_episodes_whether_they_stay_or_not():
     assert drawn == [0, 0, 0, 12, 3]
 
 
-@pytest.mark.parametrize("per", ["move", "episode"])
+@pytest.mark.parametrize("per", ["step", "episode"])
 @pytest.mark.parametrize("ratio", [0.05, 0.3, 2.0])
-@pytest.mark.parametrize("survey", [None, Survey(2), Survey(3, whole=False)])
+@pytest.mark.parametrize("survey", [None, CriticRefresh(2), CriticRefresh(3, store=False)])
 def test_nobody_waits_for_something_that_cannot_be_drawn(survey, ratio, per):
     """While producers are held back, there is always something to learn from; and after it they go on."""
-    cfg = settings(ratio=ratio, per=per, warmup=6, survey=survey, capacity=5)
+    cfg = settings(updates_per_step=ratio, update_unit=per, warmup=6, critic_refresh=survey, capacity=5)
     replay, waited = build(cfg), 0
     for t in Script(101).trajectories():
         for _ in range(10_000):
@@ -645,37 +652,35 @@ def judge(replay: EpisodeReplay, batch: Batch) -> list[int] | None:
     for b, number in enumerate(numbers):
         raw = opinion(number, np.arange(rows - 1))
         said[:, :, b] = torch.from_numpy(np.stack([100 + raw, raw])).float()
-    assert replay.cfg.survey is not None
-    if replay.cfg.survey.whole:
+    if labels_of(replay).cfg.store:
         replay.set_value_targets(batch.keys, ValueTargets(*said))
     return numbers
 
 
 def expected_labels(replay: EpisodeReplay) -> dict[tuple[int, int], float]:
     """(episode, move) -> label, in deviations of all that was judged."""
-    held = replay.held[np.isin(replay.held.number, replay.judged)]
+    held = replay.table.select(np.isin(replay.table.number, labels_of(replay).labelled))
     raw = {
-        (int(n), t): opinion(int(n), t) for n, moves in zip(held.number, held.moves, strict=True) for t in range(moves)
+        (int(n), t): opinion(int(n), t) for n, moves in zip(held.number, held.length, strict=True) for t in range(moves)
     }
     mean, std = np.mean(list(raw.values())), np.std(list(raw.values()))
-    assert replay.cfg.survey is not None
-    clip = replay.cfg.survey.clip
+    clip = labels_of(replay).cfg.clip
     return {key: float(np.clip((x - mean) / std, -clip, clip)) for key, x in raw.items()}
 
 
 def said_of(replay: EpisodeReplay) -> dict[tuple[int, int], tuple[float, float]]:
-    held = replay.held[np.isin(replay.held.number, replay.judged)]
+    held = replay.table.select(np.isin(replay.table.number, labels_of(replay).labelled))
     return {
-        (int(n), t): tuple(replay.said[first + t, :2].tolist())
-        for n, first, moves in zip(held.number, held.first, held.moves, strict=True)
+        (int(n), t): tuple(labels_of(replay).values[first + t, :2].tolist())
+        for n, first, moves in zip(held.number, held.start, held.length, strict=True)
         for t in range(moves)
     }
 
 
 def numbers_by_start(replay: EpisodeReplay) -> dict[tuple[int, int], int]:
     """(stream, row) with which an episode began -> its number."""
-    where = replay.rows[0].obs[replay.held.first].long().tolist()
-    return {(stream, row): n for (stream, row), n in zip(where, replay.held.number.tolist(), strict=True)}
+    where = replay.storage.arrays[0].obs[replay.table.start].long().tolist()
+    return {(stream, row): n for (stream, row), n in zip(where, replay.table.number.tolist(), strict=True)}
 
 
 def assert_said(replay: EpisodeReplay) -> None:
@@ -700,8 +705,8 @@ def survey_all(replay: EpisodeReplay) -> tuple[list[list[int]], Batch]:
 
 @pytest.mark.parametrize("surveyed", [1, 60, 200, 100_000])
 def test_a_survey_shows_every_episode_once_whole_and_in_parts_that_fit(surveyed, monkeypatch):
-    monkeypatch.setattr(module, "SURVEYED", surveyed)
-    script, cfg = Script(301), settings(survey=Survey(3), capacity=30)
+    monkeypatch.setattr(critic_refresh, "MAX_STEPS", surveyed)
+    script, cfg = Script(301), settings(critic_refresh=CriticRefresh(3), capacity=30)
     replay, naive = build(cfg), Naive(cfg)
     for t in script.trajectories():
         replay.add(t)
@@ -718,21 +723,21 @@ def test_a_survey_shows_every_episode_once_whole_and_in_parts_that_fit(surveyed,
         numbers += batch.keys.tolist()
         assert t.action.numel() <= max(surveyed, len(t.action))  # or it is a single episode
         for b, key in enumerate(batch.keys.tolist()):
-            episode = naive.kept[replay.held.number.tolist().index(key)]
+            episode = naive.kept[replay.table.number.tolist().index(key)]
             inside = torch.arange(len(t.action)).clamp(max=episode.moves)
             step, action = script.at(episode.start + inside, torch.tensor(episode.stream))
             step.is_first[episode.moves + 1 :] = True
             for mine, theirs in zip((*t.step, t.action), (*step, action), strict=True):
                 assert torch.equal(mine[:, b], theirs)
-        assert len(t.action) == max(naive.kept[replay.held.number.tolist().index(k)].moves for k in batch.keys) + 1
+        assert len(t.action) == max(naive.kept[replay.table.number.tolist().index(k)].moves for k in batch.keys) + 1
         judge(replay, batch)
-    assert sorted(numbers) == replay.held.number.tolist()
+    assert sorted(numbers) == replay.table.number.tolist()
     assert (parts == 30, parts == 1) == (surveyed == 1, surveyed == 100_000)
     assert_said(replay)
 
 
 def test_surveys_come_every_so_many_updates_and_are_none_themselves():
-    replay = fill(build(settings(survey=Survey(4), ratio=0.05)), Script(301))
+    replay = fill(build(settings(critic_refresh=CriticRefresh(4), updates_per_step=0.05)), Script(301))
     kinds = ""
     while (batch := replay.sample()) is not None:
         kinds += "s" if judge(replay, batch) is not None else "u"
@@ -741,17 +746,20 @@ def test_surveys_come_every_so_many_updates_and_are_none_themselves():
 
 
 def test_what_was_said_comes_with_the_moves_it_was_said_of(monkeypatch):
-    monkeypatch.setattr(module, "SURVEYED", 80)
-    script, cfg = Script(1_201), settings(survey=Survey(5), capacity=15, window=4, burn_in=2, ratio=0.05)
+    monkeypatch.setattr(critic_refresh, "MAX_STEPS", 80)
+    script, cfg = (
+        Script(1_201),
+        settings(critic_refresh=CriticRefresh(5), capacity=15, sequence_length=4, burn_in=2, updates_per_step=0.05),
+    )
     replay, seen, surveys, moved = build(cfg), 0, 0, 0
     for t in script.trajectories((10,)):
-        used = replay.used
+        used = replay.storage.used
         replay.add(t)
-        moved += replay.used < used
+        moved += replay.storage.used < used
         while (batch := replay.sample()) is not None:
             if judge(replay, batch) is not None:
                 surveys += 1
-                if not replay.waiting:
+                if not labels_of(replay).pending:
                     assert_said(replay)
                     labels = expected_labels(replay)
                 continue
@@ -759,9 +767,9 @@ def test_what_was_said_comes_with_the_moves_it_was_said_of(monkeypatch):
             numbers = numbers_by_start(replay)
             for b, (stream, begun, start) in enumerate(places(batch, script, 2)[:3]):
                 key = numbers[stream, begun]
-                assert key in replay.judged
+                assert key in labels_of(replay).labelled
                 for k in t.aux["valid"][:, b].nonzero().flatten().tolist():
-                    assert t.aux["target"][k, b] == 100 + opinion(key, start + k)
+                    assert t.aux["value_target"][k, b] == 100 + opinion(key, start + k)
                     assert t.aux["advantage"][k, b].item() == pytest.approx(labels[key, start + k], rel=0.02, abs=0.01)
                     seen += 1
     assert seen > 100 and surveys > 10
@@ -769,7 +777,7 @@ def test_what_was_said_comes_with_the_moves_it_was_said_of(monkeypatch):
 
 
 def test_labels_are_clipped():
-    replay = fill(build(settings(survey=Survey(3, clip=0.5), capacity=30)), Script(301))
+    replay = fill(build(settings(critic_refresh=CriticRefresh(3, clip=0.5), capacity=30)), Script(301))
     survey_all(replay)
     labels = np.array([label for _, label in said_of(replay).values()])
     assert abs(labels).max() == 0.5 and (abs(labels) < 0.5).any()
@@ -777,17 +785,17 @@ def test_labels_are_clipped():
 
 
 def test_episodes_of_which_nothing_was_said_are_not_drawn_and_those_gone_are_not_missed():
-    script, cfg = Script(601, seed=2), settings(survey=Survey(1_000), capacity=25)
+    script, cfg = Script(601, seed=2), settings(critic_refresh=CriticRefresh(1_000), capacity=25)
     replay, parts = build(cfg), list(script.trajectories((20,)))
     for t in parts[:10]:
         replay.add(t)
     survey_all(replay)
-    old = set(replay.held.number.tolist())
+    old = set(replay.table.number.tolist())
     for t in parts[10:12]:
         replay.add(t)
-    fresh = set(replay.held.number.tolist())
+    fresh = set(replay.table.number.tolist())
     assert fresh - old and old - fresh and old & fresh
-    assert set(replay.judged.tolist()) == old & fresh
+    assert set(labels_of(replay).labelled.tolist()) == old & fresh
     numbers = numbers_by_start(replay)
     drawn = {numbers[s, e] for _ in range(40) for s, e, _ in places(draw(replay), script, 0)}
     assert drawn == old & fresh
@@ -796,14 +804,16 @@ def test_episodes_of_which_nothing_was_said_are_not_drawn_and_those_gone_are_not
 def test_commands_come_from_what_was_said_of_the_moves_held():
     told: list[Any] = []
 
-    def listen(held: Held, said: np.ndarray) -> Aim:
+    def listen(held: EpisodeTable, said: np.ndarray) -> CommandDistribution:
         told.append((held.number.tolist(), said.copy()))
-        return aim(np.array([said.max() if len(said) else 0.0]))
+        return command_distribution(np.array([said.max() if len(said) else 0.0]))
 
-    replay = fill(build(settings(survey=Survey(50), capacity=25, aim=listen)), Script(301))
+    replay = fill(
+        build(settings(critic_refresh=CriticRefresh(50), capacity=25, command_distribution=listen)), Script(301)
+    )
     _, batch = survey_all(replay)
     numbers, said = told[-1]
-    assert numbers == replay.judged.tolist()
+    assert numbers == labels_of(replay).labelled.tolist()
     assert said.tolist() == [label for _, label in said_of(replay).values()]
     assert batch.about["pool"].item() == pytest.approx(said.max())
     draw(replay)
@@ -816,53 +826,53 @@ def test_commands_come_from_what_was_said_of_the_moves_held():
 def test_commands_may_come_from_what_every_move_still_earned():
     script, told = Script(301), []
 
-    def listen(held: Held, reached: np.ndarray) -> Aim:
+    def listen(held: EpisodeTable, reached: np.ndarray) -> CommandDistribution:
         told.append(np.sort(reached))
-        return aim(np.array([0.0]))
+        return command_distribution(np.array([0.0]))
 
-    cfg = settings(aim=listen, by_move=True)
+    cfg = settings(command_distribution=listen, needs_returns_to_go=True)
     draw(fill(build(cfg), script))
     naive = Naive(cfg)
     for start in range(0, script.length - 5, 5):
         naive.add(script, start, 5)
-    expected = sorted(e.to_go(move, cfg.discount) for e in naive.kept for move in range(e.moves))
+    expected = sorted(e.return_to_go(move, cfg.discount) for e in naive.kept for move in range(e.moves))
     np.testing.assert_allclose(told[0], expected, rtol=1e-5, atol=1e-5)
-    draw(fill(build(replace(cfg, by_move=False)), script))
+    draw(fill(build(changed(cfg, needs_returns_to_go=False)), script))
     assert not len(told[1])  # nobody asks, so nothing is worked out
 
 
 def test_what_is_said_too_late_is_dropped(monkeypatch):
     """Episodes that make room for others between being shown and being judged, or before they are shown."""
-    monkeypatch.setattr(module, "SURVEYED", 100)
-    script, cfg = Script(601), settings(survey=Survey(1_000), capacity=25)
+    monkeypatch.setattr(critic_refresh, "MAX_STEPS", 100)
+    script, cfg = Script(601), settings(critic_refresh=CriticRefresh(1_000), capacity=25)
     replay, parts = build(cfg), list(script.trajectories((20,)))
     for t in parts[:12]:
         replay.add(t)
     first = draw(replay)
-    waiting = {int(n) for part in replay.waiting for n in part}
+    waiting = {int(n) for part in labels_of(replay).pending for n in part}
     assert waiting
     for t in parts[12:14]:
         replay.add(t)
-    gone = set(first.keys.tolist()) - set(replay.held.number.tolist())  # type: ignore
+    gone = set(first.keys.tolist()) - set(replay.table.number.tolist())  # type: ignore
     assert gone
     judge(replay, first)
-    assert set(replay.judged.tolist()) == set(first.keys.tolist()) - gone  # type: ignore
+    assert set(labels_of(replay).labelled.tolist()) == set(first.keys.tolist()) - gone  # type: ignore
     shown_later, _ = survey_all(replay)
-    assert {n for part in shown_later for n in part} == waiting & set(replay.held.number.tolist())
+    assert {n for part in shown_later for n in part} == waiting & set(replay.table.number.tolist())
     assert_said(replay)
 
 
 def test_labels_are_standardised_even_if_the_last_part_of_a_survey_is_gone(monkeypatch):
-    monkeypatch.setattr(module, "SURVEYED", 30)
+    monkeypatch.setattr(critic_refresh, "MAX_STEPS", 30)
     lengths = [9, 8, 2, 2, 2]  # the oldest are the longest, so they are shown last
-    script, cfg = Script.of([*lengths, 2, 2, 2]), settings(streams=1, survey=Survey(1_000), capacity=5)
+    script, cfg = Script.of([*lengths, 2, 2, 2]), settings(streams=1, critic_refresh=CriticRefresh(1_000), capacity=5)
     replay = build(cfg)
     rows = sum(lengths) + len(lengths)
     replay.add(script.trajectory(0, rows))
     judge(replay, draw(replay))
-    assert replay.waiting and {int(n) for part in replay.waiting for n in part} == {0, 1}
+    assert labels_of(replay).pending and {int(n) for part in labels_of(replay).pending for n in part} == {0, 1}
     replay.add(script.trajectory(rows, 6))
-    assert replay.held.number.tolist() == [2, 3, 4, 5, 6]
+    assert replay.table.number.tolist() == [2, 3, 4, 5, 6]
     batch = draw(replay)
     assert not batch.is_critic_refresh
     assert_said(replay)
@@ -871,25 +881,28 @@ def test_labels_are_standardised_even_if_the_last_part_of_a_survey_is_gone(monke
 @pytest.mark.parametrize("window", [1, 4, None])
 def test_if_all_that_was_judged_is_gone_there_is_another_survey(window):
     """Short episodes come and go faster than a critic looks at them."""
-    script, cfg = Script(601), settings(survey=Survey(1_000), capacity=10, window=window, batch_size=16)
+    script, cfg = (
+        Script(601),
+        settings(critic_refresh=CriticRefresh(1_000), capacity=10, sequence_length=window, batch_size=16),
+    )
     replay, parts = build(cfg), list(script.trajectories((40,)))
     for t in parts[:4]:
         replay.add(t)
     survey_all(replay)
-    before = set(replay.judged.tolist())
+    before = set(labels_of(replay).labelled.tolist())
     for t in parts[4:10]:
         replay.add(t)
-    assert before and not before & set(replay.held.number.tolist())
+    assert before and not before & set(replay.table.number.tolist())
     shown_now, _ = survey_all(replay)
-    assert {n for part in shown_now for n in part} == set(replay.held.number.tolist())
+    assert {n for part in shown_now for n in part} == set(replay.table.number.tolist())
 
 
 def test_parts_of_a_survey_may_be_answered_late(monkeypatch):
     """A learner across a network asks for the next part before it has answered the last."""
-    monkeypatch.setattr(module, "SURVEYED", 60)
-    replay = fill(build(settings(survey=Survey(1_000), capacity=30)), Script(301))
+    monkeypatch.setattr(critic_refresh, "MAX_STEPS", 60)
+    replay = fill(build(settings(critic_refresh=CriticRefresh(1_000), capacity=30)), Script(301))
     given_out = [draw(replay)]
-    while replay.waiting:
+    while labels_of(replay).pending:
         given_out.append(draw(replay))
         judge(replay, given_out[-2])
     assert len(given_out) > 2
@@ -898,13 +911,13 @@ def test_parts_of_a_survey_may_be_answered_late(monkeypatch):
 
 
 def test_a_single_move_has_no_deviation():
-    replay = fill(build(settings(streams=1, survey=Survey(10), capacity=1)), Script.of([1]), (1,))
+    replay = fill(build(settings(streams=1, critic_refresh=CriticRefresh(10), capacity=1)), Script.of([1]), (1,))
     survey_all(replay)
     assert list(said_of(replay).values()) == [(100 + opinion(0, 0), 0.0)]
 
 
 def test_a_survey_of_a_few_shows_rests_of_episodes_and_keeps_nothing():
-    script, cfg = Script.of(LENGTHS), settings(streams=1, survey=Survey(1, whole=False, episodes=5))
+    script, cfg = Script.of(LENGTHS), settings(streams=1, critic_refresh=CriticRefresh(1, store=False, episodes=5))
     replay = fill(build(cfg), script, (1,))
     begins = script.is_first[:-1, 0].nonzero().flatten().tolist()
     counts: Counter = Counter()
@@ -925,7 +938,7 @@ def test_a_survey_of_a_few_shows_rests_of_episodes_and_keeps_nothing():
         assert len(t.action) - 1 == max(int((~t.step.is_first[1:, b]).sum()) for b in range(5))
         assert not draw(replay).is_critic_refresh  # one update, and the next is due
     assert 1e-3 < chance(counts, EVERY) < 1 - 1e-3
-    assert not len(replay.said) and not len(replay.judged)
+    assert not len(labels_of(replay).values) and not len(labels_of(replay).labelled)
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------------
@@ -933,12 +946,12 @@ def test_a_survey_of_a_few_shows_rests_of_episodes_and_keeps_nothing():
 
 SAVED: dict[str, dict[str, Any]] = {
     "best": {"keep": "best"},
-    "recent": {"keep": "recent", "draw": "moves", "window": None},
-    "mixture": {"keep": "mixture", "window": 4, "burn_in": 2, "moves": 90},
-    "per episode": {"per": "episode", "ratio": 3.0},
-    "adjusted": {"keep": "best", "adjust": True},
-    "surveyed": {"survey": Survey(3), "window": 4},
-    "surveyed, a few": {"survey": Survey(3, whole=False)},
+    "recent": {"keep": "recent", "sample_by": "transitions", "sequence_length": None},
+    "mixture": {"keep": "mixture", "sequence_length": 4, "burn_in": 2, "max_transitions": 90},
+    "per episode": {"update_unit": "episode", "updates_per_step": 3.0},
+    "adjusted": {"keep": "best", "start_state_baseline": True},
+    "surveyed": {"critic_refresh": CriticRefresh(3), "sequence_length": 4},
+    "surveyed, a few": {"critic_refresh": CriticRefresh(3, store=False)},
 }
 
 
@@ -953,8 +966,8 @@ def learn(replay: EpisodeReplay) -> Any:
 @pytest.mark.parametrize("changes", SAVED.values(), ids=SAVED)
 @pytest.mark.parametrize("saved_after", [0, 5, 90])
 def test_a_saved_replay_goes_on_as_if_nothing_had_happened(changes, saved_after, monkeypatch):
-    monkeypatch.setattr(module, "SURVEYED", 60)
-    cfg = settings(**({"ratio": 0.1, "warmup": 3} | changes))
+    monkeypatch.setattr(critic_refresh, "MAX_STEPS", 60)
+    cfg = settings(**({"updates_per_step": 0.1, "warmup": 3} | changes))
     parts = list(Script(801).trajectories((7,)))
     replay = build(cfg)
     for t in parts[:saved_after]:
@@ -973,8 +986,8 @@ def test_a_saved_replay_goes_on_as_if_nothing_had_happened(changes, saved_after,
         for one in (replay, restored):
             one.add(t)
         assert replay.full == restored.full and replay.metrics() == restored.metrics()
-        for mine, theirs in zip(replay.held._replace(first=replay.held.number), restored.held, strict=True):
-            assert mine is replay.held.number or mine.tolist() == theirs.tolist()
+        for mine, theirs in zip(replay.table._replace(start=replay.table.number), restored.table, strict=True):
+            assert mine is replay.table.number or mine.tolist() == theirs.tolist()
     assert drawn > 10
     fresh = build(cfg)  # what was loaded has not changed what it was loaded from
     fresh.load_state_dict(before)
@@ -986,11 +999,11 @@ def as_bits_of(state: Any) -> Any:
 
 
 def test_a_survey_that_was_broken_off_goes_on(monkeypatch):
-    monkeypatch.setattr(module, "SURVEYED", 60)
-    cfg = settings(survey=Survey(3), capacity=30)
+    monkeypatch.setattr(critic_refresh, "MAX_STEPS", 60)
+    cfg = settings(critic_refresh=CriticRefresh(3), capacity=30)
     replay, restored = fill(build(cfg), Script(301)), build(cfg)
     judge(replay, draw(replay))
-    assert replay.waiting
+    assert labels_of(replay).pending
     restored.load_state_dict(through_a_file(replay.state_dict()))
     for _ in range(20):
         assert learn(replay) == learn(restored)
@@ -998,17 +1011,17 @@ def test_a_survey_that_was_broken_off_goes_on(monkeypatch):
 
 
 def test_with_another_number_of_streams_episodes_stay_and_those_under_way_are_lost():
-    cfg, script = settings(ratio=0.1, window=4), Script(301)
+    cfg, script = settings(updates_per_step=0.1, sequence_length=4), Script(301)
     replay = fill(build(cfg), script)
     drain(replay, 7)
-    wider = build(replace(cfg, streams=5))
+    wider = build(changed(cfg, streams=5))
     wider.load_state_dict(through_a_file(replay.state_dict()))
-    assert wider.held.number.tolist() == replay.held.number.tolist()
+    assert wider.table.number.tolist() == replay.table.number.tolist()
     assert (wider.rate_limiter.moves, wider.rate_limiter.batches) == (
         replay.rate_limiter.moves,
         replay.rate_limiter.batches,
     )
-    assert wider.open == [[]] * 5
+    assert wider.unfinished == [[]] * 5
     assert as_bits(wider.sample()) == as_bits(replay.sample())
     other = Script(301, streams=5, seed=3)
     naive = Naive(cfg)
@@ -1028,7 +1041,7 @@ def test_episodes_under_way_are_saved_too():
     replay.add(script.trajectory(12, 12))
     restored.load_state_dict(through_a_file(replay.state_dict()))
     restored.add(script.trajectory(24, 12))
-    assert restored.held.moves.tolist() == [32] * STREAMS
+    assert restored.table.length.tolist() == [32] * STREAMS
     naive = Naive(cfg)
     naive.add(script, 0, 36)
     check(draw(restored), script, cfg, naive, (12,))
@@ -1040,19 +1053,25 @@ def test_episodes_under_way_are_saved_too():
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"batch_size": 0}, r"algo\.batch-size=0 must be at least 1"),
-        ({"window": 0}, r"algo\.window=0 must lie between 1 and algo\.batch-size=24, or be None"),
-        ({"window": 25}, r"algo\.window=25 must lie between 1 and algo\.batch-size=24, or be None"),
-        ({"burn_in": -1}, r"algo\.burn-in=-1 must be at least 0"),
-        ({"ratio": 0.0}, r"algo\.ratio=0\.0 must be positive"),
-        ({"ratio": -1.0}, r"algo\.ratio=-1\.0 must be positive"),
-        ({"capacity": 0}, r"algo\.capacity=0 and algo\.moves=None must be at least 1"),
-        ({"moves": 0}, r"algo\.capacity=20 and algo\.moves=0 must be at least 1"),
-        ({"warmup": 0}, r"algo\.warmup=0 must be at least 1 episode: nothing can be learnt from none"),
-        ({"best_share": -0.1}, r"algo\.best-share=-0\.1 must lie in \[0, 1\]"),
-        ({"best_share": 1.1}, r"algo\.best-share=1\.1 must lie in \[0, 1\]"),
-        ({"best": 0}, r"algo\.best=0 and algo\.latest=5 must be at least 1"),
-        ({"latest": 0}, r"algo\.best=5 and algo\.latest=0 must be at least 1"),
+        ({"batch_size": 0}, r"algo\.replay\.batch-size=0 must be at least 1"),
+        (
+            {"sequence_length": 0},
+            r"algo\.replay\.sequence-length=0 must lie between 1 and algo\.replay\.batch-size=24, or .*",
+        ),
+        (
+            {"sequence_length": 25},
+            r"algo\.replay\.sequence-length=25 must lie between 1 and algo\.replay\.batch-size=24, or .*",
+        ),
+        ({"length_penalty": -0.1}, r"algo\.replay\.length-penalty=-0\.1 must be at least 0"),
+        ({"updates_per_step": 0.0}, r"algo\.replay\.updates-per-step=0\.0 must be positive"),
+        ({"updates_per_step": -1.0}, r"algo\.replay\.updates-per-step=-1\.0 must be positive"),
+        ({"capacity": 0}, r"algo\.replay\.capacity=0 must be at least 1"),
+        ({"max_transitions": 0}, r"algo\.replay\.max-transitions=0 must be at least 1"),
+        ({"warmup": 0}, r"algo\.replay\.warmup=0 must be at least 1"),
+        ({"best_fraction": -0.1}, r"algo\.replay\.best-fraction=-0\.1 must lie in \[0, 1\]"),
+        ({"best_fraction": 1.1}, r"algo\.replay\.best-fraction=1\.1 must lie in \[0, 1\]"),
+        ({"best_episodes": 0}, r"algo\.replay\.best-episodes=0 must be at least 1"),
+        ({"latest_episodes": 0}, r"algo\.replay\.latest-episodes=0 must be at least 1"),
     ],
 )
 def test_numbers_that_cannot_work_are_refused_in_a_sentence(changes, sentence):
@@ -1061,9 +1080,11 @@ def test_numbers_that_cannot_work_are_refused_in_a_sentence(changes, sentence):
 
 
 def test_returns_are_not_fitted_to_pictures():
-    with pytest.raises(UserError, match=r"algo\.adjust fits returns to first observations: Any shows pictures, not a"):
-        settings(adjust=True).build(0, PICTURES, MEMORY)
-    settings(adjust=True).build(0, SPEC, MEMORY)
+    with pytest.raises(
+        UserError, match=r"algo\.replay\.start-state-baseline fits returns to first obs.*: Any has images"
+    ):
+        settings(start_state_baseline=True).build(0, PICTURES, MEMORY)
+    settings(start_state_baseline=True).build(0, SPEC, MEMORY)
 
 
 def test_more_than_fits_into_memory_is_refused_beforehand(monkeypatch):
@@ -1073,9 +1094,9 @@ def test_more_than_fits_into_memory_is_refused_beforehand(monkeypatch):
     with pytest.raises(UserError, match=told):
         settings(capacity=200).build(0, PICTURES, MEMORY)
     with pytest.raises(UserError, match=r"needs 13\.\d GiB"):
-        settings(moves=2_000_000, capacity=10_000).build(0, PICTURES, MEMORY)
+        settings(max_transitions=2_000_000, capacity=10_000).build(0, PICTURES, MEMORY)
     settings(capacity=100).build(0, PICTURES, MEMORY)
-    settings(capacity=200, moves=50_000).build(0, PICTURES, MEMORY)  # they may be long, but not all of them
+    settings(capacity=200, max_transitions=50_000).build(0, PICTURES, MEMORY)  # they may be long, but not all of them
     settings(capacity=200).build(0, PICTURES._replace(horizon=None), MEMORY)  # who knows
     monkeypatch.setattr("bestiary.config.machine.free_memory", lambda: None)
     settings(capacity=200).build(0, PICTURES, MEMORY)
@@ -1083,4 +1104,4 @@ def test_more_than_fits_into_memory_is_refused_beforehand(monkeypatch):
 
 def test_a_limit_on_moves_that_is_never_reached_needs_no_room(monkeypatch):
     monkeypatch.setattr("bestiary.config.machine.free_memory", lambda: 2**30)
-    settings(capacity=10, moves=10_000_000).build(0, PICTURES, MEMORY)
+    settings(capacity=10, max_transitions=10_000_000).build(0, PICTURES, MEMORY)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from helpers.files import read_csv, through_a_file
 from helpers.rollouts import Rollout, continue_rollout, different_fields, random_actions, roll_out
+from helpers.settings import configure
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -613,8 +614,8 @@ def remembered(experiment: Experiment) -> dict[str, list[bytes]]:
 OFTEN: dict[str, Any] = {"unroll": 5, "batch_size": 4, "warmup": 40, "ratio": 0.02, "capacity": 400}
 KEEPERS = {
     "every row": Dqn(**OFTEN, epsilon_last=0.1),
-    "the moves of games": Udrl(unroll=5, batch_size=4, warmup=4),
-    "games with their values": Rcp(unroll=5, batch_size=4, warmup=4),
+    "the moves of games": configure(Udrl, unroll=5, batch_size=4, warmup=4),
+    "games with their values": configure(Rcp, unroll=5, batch_size=4, warmup=4),
 }
 
 

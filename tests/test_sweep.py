@@ -151,7 +151,7 @@ def test_every_preset_has_a_learning_rate_to_search(name):
 @pytest.mark.parametrize("which", ["udrl", "udrl-repo"])
 def test_the_spaces_of_upside_down_rl_fit_its_presets(which, name):
     space = read_space(BUILTIN[which], preset(name))
-    assert len(space["algo.head"].samples()) == 10 and len(space["algo.scale"].samples()) == 25
+    assert len(space["algo.head"].samples()) == 10 and len(space["algo.command_scale"].samples()) == 25
     last = {setting: entry.samples()[-1] for setting, entry in space.items()}
     assert read_train([name, *flags(preset(name), last)]).experiment == apply(preset(name), last)
 

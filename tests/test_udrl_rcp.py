@@ -5,7 +5,8 @@ import csv
 import json
 import math
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from helpers.files import through_a_file
 from helpers.learners import CORE, NET, SPEC, after_burn_in, assert_close, count, gradients, shaken
 from helpers.runs import interrupted, rows, same, tiny, weights
+from helpers.settings import configure
 from torch import Tensor, nn
 
 import bestiary
@@ -23,7 +25,10 @@ from bestiary.acting.actor import Actor
 from bestiary.acting.episodes import play_episodes
 from bestiary.algos import Impala, Rcp, Udrl
 from bestiary.algos.exploration import Fixed
-from bestiary.algos.return_conditioned.learner import NETWORKS, CommandAgent, Commanded, CommandLearner
+from bestiary.algos.return_conditioned import ReturnConditioned
+from bestiary.algos.return_conditioned.agent import ReturnConditionedAgent
+from bestiary.algos.return_conditioned.learner import ReturnConditionedLearner
+from bestiary.algos.return_conditioned.networks import NETWORKS
 from bestiary.cli import main
 from bestiary.config.experiment import Evaluation, Experiment
 from bestiary.cores import DeltaNet, Ff, Lstm
@@ -31,7 +36,7 @@ from bestiary.envs import Catch, Gym, Recall
 from bestiary.errors import UserError
 from bestiary.nets import Mlp, Net
 from bestiary.nets.optim import Adam, AdamW, RmsProp
-from bestiary.ops.commands import aim
+from bestiary.ops.commands import command_distribution
 from bestiary.presets import preset
 from bestiary.runtime import Local
 from bestiary.training.evaluation import info_summary
@@ -42,8 +47,10 @@ double = pytest.mark.usefixtures("_double")
 LANDER = Spec("lander", (8,), torch.float32, 4, horizon=1_000)
 PICTURE = Spec("picture", (1, 9, 9), torch.uint8, 4, horizon=20)
 BARE = Net(encoder=Mlp(num_layers=0), prev_action=False, prev_reward=False)
+udrl, rcp = partial(configure, Udrl), partial(configure, Rcp)  # settings of the replay by their names alone
 DELTA = DeltaNet(width=8, heads=2, layers=1, feedforward=8)
-ONE: dict[str, Any] = {"horizon": False, "shift": (0.0,), "scale": (1.0,)}  # commands that say nothing of moves
+ONE: dict[str, Any] = {"horizon": False, "command_shift": (0.0,), "command_scale": (1.0,)}  # commands without a horizon
+TWO: dict[str, Any] = {"command_shift": (0.0, 0.0), "command_scale": (1.0, 1.0)}
 
 
 # -- networks ---------------------------------------------------------------------------------------------------------
@@ -54,16 +61,15 @@ ONE: dict[str, Any] = {"horizon": False, "shift": (0.0,), "scale": (1.0,)}  # co
     [
         ("gate", (32, 128, 128, 128), 2, 38_148),
         ("gates", (64, 64), 1, 5_252),
-        ("hyper", (32, 128, 128, 128), 2, 113_580),
     ],
 )
 def test_networks_have_as_many_parameters_as_the_references(network, head, width, parameters):
-    cfg = Udrl(network=network, head=head, **({} if width == 2 else ONE))
+    cfg = udrl(network=network, head=head, **({} if width == 2 else ONE))
     assert count(cfg.agent(LANDER, BARE, Ff())) == parameters
 
 
 def test_the_critic_has_as_many_parameters_as_the_reference():
-    cfg = Rcp(critic_head=(128, 64))
+    cfg = rcp(critic_head=(128, 64))
     critic = cfg.learner(cfg.agent(LANDER, BARE, Ff()), 1).critic
     assert critic is not None and count(critic) == 9_473
 
@@ -102,20 +108,7 @@ def film(net: Any, x: Tensor, c: Tensor) -> Tensor:
     return affine(net.last, x)
 
 
-def hyper(net: Any, x: Tensor, c: Tensor) -> Tensor:
-    """With weights made for this one command."""
-    x = affine(net.features, x).tanh()
-    for n, layer in enumerate(net.layers):
-        w, *ws = layer.weight.view(1 + len(c), -1, layer.in_features)
-        b, *bs = layer.bias.view(1 + len(c), -1)
-        w = w + sum(c[i] * ws[i] for i in range(len(c)))
-        b = b + sum(c[i] * bs[i] for i in range(len(c)))
-        x = w @ x + b
-        x = x if n == len(net.layers) - 1 else x.relu()
-    return x
-
-
-PLAIN: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {"gate": gate, "gates": gates, "film": film, "hyper": hyper}
+PLAIN: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {"gate": gate, "gates": gates, "film": film}
 
 
 @double
@@ -155,8 +148,10 @@ def test_film_begins_with_nearly_no_preference():
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_commands_are_shown_shifted_and_scaled(name):
-    told = Udrl(network=name, head=(8,), shift=(100.0, 20.0), scale=(0.01, 0.5)).agent(LANDER, BARE, Ff())
-    plain = Udrl(network=name, head=(8,)).agent(LANDER, BARE, Ff())
+    told = udrl(network=name, head=(8,), command_shift=(100.0, 20.0), command_scale=(0.01, 0.5)).agent(
+        LANDER, BARE, Ff()
+    )
+    plain = udrl(network=name, head=(8,)).agent(LANDER, BARE, Ff())
     plain.load_state_dict(told.state_dict())  # numbers that are settings are not among the weights
     h = torch.randn(6, 8)
     command = torch.tensor([50.0, 30.0]).expand(6, 2)
@@ -178,16 +173,16 @@ def row(is_first: list[bool] | Tensor, reward: list[float] | Tensor | float = 0.
     )
 
 
-def agent_of(core: Any = None, cls: type = Udrl, **settings: Any) -> CommandAgent:
-    cfg = cls(**({"head": (16,), "source": "spread"} | settings))
+def agent_of(core: Any = None, cls: type = Udrl, **settings: Any) -> ReturnConditionedAgent:
+    cfg = configure(cls, **({"head": (16,), "command_source": "uniform"} | settings))
     agent = cfg.agent(LANDER, BARE, core or Ff())
     agent.untrained.fill_(False)
     return agent
 
 
-def aimed(pool: list[Any], spread: Any = 0.0, noise: Any = 0.0, **settings: Any) -> CommandAgent:
-    agent = agent_of(**({"source": "episode", "top": len(pool)} | settings))
-    agent.aim_at(aim(np.array(pool), spread, noise))
+def aimed(pool: list[Any], spread: Any = 0.0, noise: Any = 0.0, **settings: Any) -> ReturnConditionedAgent:
+    agent = agent_of(**({"command_source": "episode", "command_episodes": len(pool)} | settings))
+    agent.set_command_distribution(command_distribution(np.array(pool), spread, noise))
     return agent
 
 
@@ -195,7 +190,7 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def told(agent: CommandAgent, steps: list[TimeStep], explore: Tensor | None, seed: int = 0) -> Tensor:
+def told(agent: ReturnConditionedAgent, steps: list[TimeStep], explore: Tensor | None, seed: int = 0) -> Tensor:
     """Commands [T, B, W] while these rows are shown."""
     state, rng, commands = agent.initial_state(len(steps[0].reward)), generator(seed), []
     with torch.no_grad():
@@ -241,12 +236,12 @@ def test_no_more_is_ever_asked_for_than_the_most():
     agent = aimed([[9.0, 4.0]], spread=np.array([4.0, 0.0]), max_return=10.0)
     commands = told(agent, [row([True] * 200)], torch.ones(200))[0, :, 0]
     assert commands.max() == 10.0 and (commands < 10).any() and commands.min() >= 9
-    agent.aim_at(aim(np.array([50.0, 3.0])))
+    agent.set_command_distribution(command_distribution(np.array([50.0, 3.0])))
     assert told(agent, [row([True] * 2)], None)[0].tolist() == [[10.0, 3.0]] * 2
 
 
 def test_a_command_that_is_held_stays_as_it_was_drawn():
-    commands = told(aimed([[9.0, 4.0], [5.0, 3.0]], hold=True), steps := story(), torch.ones(6))
+    commands = told(aimed([[9.0, 4.0], [5.0, 3.0]], fixed_command=True), steps := story(), torch.ones(6))
     for t in range(1, len(steps)):
         on = ~steps[t].is_first
         assert torch.equal(commands[t][on], commands[t - 1][on])
@@ -255,7 +250,7 @@ def test_a_command_that_is_held_stays_as_it_was_drawn():
 
 @pytest.mark.parametrize("hold", [True, False])
 def test_a_command_may_be_drawn_anew_for_every_move(hold):
-    agent = aimed([[9.0, 4.0], [5.0, 3.0]], hold=hold, redraw=True)
+    agent = aimed([[9.0, 4.0], [5.0, 3.0]], fixed_command=hold, resample_command=True)
     commands = told(agent, [row([False] * 500, 3.0)], None)[0]
     assert {tuple(c) for c in commands.tolist()} == {(9.0, 4.0), (5.0, 3.0)}
     assert (commands[:, 0] == 9).float().mean().item() == pytest.approx(0.5, abs=0.1)
@@ -288,14 +283,14 @@ def test_each_slot_explores_as_it_is_told():
 
 
 def test_a_pool_that_is_not_full_repeats_what_it_has():
-    agent = agent_of(source="episode", top=7)
-    agent.aim_at(aim(np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])))
+    agent = agent_of(command_source="episode", command_episodes=7)
+    agent.set_command_distribution(command_distribution(np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])))
     assert agent.pool[:, 0].tolist() == [1.0, 3.0, 5.0, 1.0, 3.0, 5.0, 1.0]
     agent.set_command((8.0, 9.0))
     assert agent.pool.tolist() == [[8.0, 9.0]] * 7
 
 
-def actions_of(agent: CommandAgent, explore: Tensor | None, size: int, seed: int = 0) -> Tensor:
+def actions_of(agent: ReturnConditionedAgent, explore: Tensor | None, size: int, seed: int = 0) -> Tensor:
     """Of so many slots that all see the same."""
     step = row([True] * size)._replace(obs=torch.linspace(-1, 1, 8).expand(size, -1))
     with torch.no_grad():
@@ -320,7 +315,7 @@ def test_an_agent_that_has_learnt_nothing_does_anything_while_it_explores():
 
 def test_the_policy_is_sharpened_at_random_for_every_episode():
     agent = aimed([[9.0, 4.0]])
-    agent.sharpest.fill_(4.0)
+    agent.max_inverse_temperature.fill_(4.0)
     size = 2_000
     state, rng = agent.initial_state(size), generator()
     with torch.no_grad():
@@ -340,7 +335,7 @@ def test_actions_are_as_likely_as_the_sharpened_policy_says(monkeypatch):
     agent = aimed([[9.0, 4.0]])
     logits = torch.tensor([0.5, 0.2, 0.0, -0.4])
     monkeypatch.setattr(agent, "logits", lambda h, command: logits.expand(len(h), 4))
-    agent.sharpest.fill_(3.0)
+    agent.max_inverse_temperature.fill_(3.0)
     size = 20_000
     share = actions_of(agent, torch.zeros(size), size).bincount(minlength=4) / size
     torch.testing.assert_close(share, logits.softmax(-1), atol=0.02, rtol=0)  # not exploring: as it is
@@ -362,7 +357,7 @@ def test_rows_of_a_batch_do_not_mix(core):
         torch.testing.assert_close(logits[:, b], alone[:, 0])
 
 
-def recorded(agent: CommandAgent, steps: list[TimeStep]) -> Tensor:
+def recorded(agent: ReturnConditionedAgent, steps: list[TimeStep]) -> Tensor:
     """Logits [T, B, A] while acting greedily, row by row."""
     found: list[Tensor] = []
     hook = agent.policy.register_forward_hook(lambda module, inputs, output: found.append(output))
@@ -374,25 +369,25 @@ def recorded(agent: CommandAgent, steps: list[TimeStep]) -> Tensor:
 @pytest.mark.parametrize("core", [Ff(), Lstm(hidden=6), DELTA], ids=["ff", "lstm", "delta-net"])
 @pytest.mark.parametrize("normalise", [True, False])
 def test_acting_row_by_row_is_what_the_learner_computes_of_a_window(core, normalise):
-    agent = aimed([[9.0, 4.0], [5.0, 3.0]], core=core, normalise=normalise, scale=(0.1, 0.2))
+    agent = aimed([[9.0, 4.0], [5.0, 3.0]], core=core, normalise=normalise, command_scale=(0.1, 0.2))
     if normalise:
-        agent.centre.copy_(torch.randn(8))
-        agent.spans.copy_(torch.rand(8) + 0.5)
+        agent.obs_mean.copy_(torch.randn(8))
+        agent.obs_std.copy_(torch.rand(8) + 0.5)
     steps = story(15, 4)
     found: list[Tensor] = []
     hook = agent.policy.register_forward_hook(lambda module, inputs, output: found.append(output))
     commands = told(agent, steps, torch.ones(4))
     hook.remove()
     with torch.no_grad():
-        h, _ = agent.torso(agent.seen(tree.stack(steps)), agent.torso.initial_state(4))
+        h, _ = agent.torso(agent.normalise(tree.stack(steps)), agent.torso.initial_state(4))
         torch.testing.assert_close(agent.logits(h, commands), torch.stack(found), rtol=1e-4, atol=1e-5)
 
 
 def test_what_an_agent_aims_at_travels_with_its_weights():
     agent = aimed([[9.0, 4.0], [5.0, 3.0]], spread=1.0, noise=0.5, normalise=True)
-    agent.centre.copy_(torch.randn(8))
-    agent.spans.fill_(2.0)
-    agent.sharpest.fill_(3.0)
+    agent.obs_mean.copy_(torch.randn(8))
+    agent.obs_std.fill_(2.0)
+    agent.max_inverse_temperature.fill_(3.0)
     other = aimed([[0.0, 0.0], [0.0, 0.0]], normalise=True)
     other.untrained.fill_(True)
     other.load_state_dict(through_a_file(agent.state_dict()))
@@ -405,7 +400,9 @@ def test_what_an_agent_aims_at_travels_with_its_weights():
 # -- the learner ------------------------------------------------------------------------------------------------------
 
 
-def batch_of(cfg: Commanded, seed: int = 0, T: int = 6, B: int = 4, pool: list[list[float]] | None = None) -> Batch:
+def batch_of(
+    cfg: ReturnConditioned, seed: int = 0, T: int = 6, B: int = 4, pool: list[list[float]] | None = None
+) -> Batch:
     """Windows as a replay gives them: some begin before their episode, some end after it."""
     rng = torch.Generator().manual_seed(seed)
     total, dtype = cfg.burn_in + T, torch.get_default_dtype()
@@ -422,14 +419,14 @@ def batch_of(cfg: Commanded, seed: int = 0, T: int = 6, B: int = 4, pool: list[l
         is_first=first,
         is_terminal=move >= moves,
     )
-    named = ("to_go", "horizon", "earned", "merit", "target", "advantage")
+    named = ("return_to_go", "horizon", "episode_return", "rank_score", "value_target", "advantage")
     aux = {name: torch.randn(T, B, generator=rng, dtype=dtype) for name in named}
     aux["horizon"] = (moves - move)[cfg.burn_in :].clamp(min=1).to(dtype)
-    about = aim(np.array(pool or [[1.0, 2.0][: cfg.width]]), spread=0.5)._asdict()
+    about = command_distribution(np.array(pool or [[1.0, 2.0][: cfg.width]]), spread=0.5)._asdict()
     return Batch(Trajectory(step, action, {"valid": valid, **aux}, (), torch.zeros(B)), about=about)
 
 
-def learner_of(cfg: Commanded, total_steps: int = 1_000, core: Any = CORE) -> CommandLearner:
+def learner_of(cfg: ReturnConditioned, total_steps: int = 1_000, core: Any = CORE) -> ReturnConditionedLearner:
     spec = SPEC._replace(obs_dtype=torch.get_default_dtype())
     learner = cfg.learner(cfg.agent(spec, NET, core), total_steps)
     for n, module in enumerate([learner.online, learner.critic]):
@@ -438,12 +435,12 @@ def learner_of(cfg: Commanded, total_steps: int = 1_000, core: Any = CORE) -> Co
     return learner
 
 
-def plain_loss(learner: CommandLearner, t: Trajectory) -> Tensor:
+def plain_loss(learner: ReturnConditionedLearner, t: Trajectory) -> Tensor:
     """Cross entropy of what was done, given what was reached: each valid move by its weight."""
     cfg, aux, online = learner.cfg, t.aux, learner.online
-    reached = {"to-go": "to_go", "return": "earned", "advantage": "advantage"}[cfg.command]
-    by_move = cfg.command == "advantage" or cfg.weigh == "moves"
-    good = reached if by_move else "merit"
+    reached = {"return-to-go": "return_to_go", "return": "episode_return", "advantage": "advantage"}[cfg.command]
+    by_move = cfg.command == "advantage" or cfg.weight_by == "transitions"
+    good = reached if by_move else "rank_score"
     chosen = aux[good][aux["valid"]].tolist()
     mean = sum(chosen) / len(chosen)
     std = math.sqrt(sum((x - mean) ** 2 for x in chosen) / (len(chosen) - 1))
@@ -457,25 +454,25 @@ def plain_loss(learner: CommandLearner, t: Trajectory) -> Tensor:
             if cfg.weighting == "exponential":
                 weight = min(math.exp((aux[good][k, b].item() - mean) / std / cfg.beta), cfg.weight_cap)
             command = torch.stack([aux[reached][k, b], aux["horizon"][k, b]][: cfg.width])
-            command = (command - torch.tensor(cfg.shift)) * torch.tensor(cfg.scale)
+            command = (command - torch.tensor(cfg.command_shift)) * torch.tensor(cfg.command_scale)
             log_pi = PLAIN[cfg.network](online.policy, features, command).log_softmax(0)
             done = log_pi[t.action[cfg.burn_in + k, b]]
-            losses.append(-weight * ((1 - cfg.smoothing) * done + cfg.smoothing * log_pi.mean()))
+            losses.append(-weight * ((1 - cfg.label_smoothing) * done + cfg.label_smoothing * log_pi.mean()))
             total += weight
     return torch.stack(losses).sum() / total
 
 
 TOY: dict[str, Any] = {"head": (7, 6), "grad_norm": None}
-LOSSES: dict[str, Commanded] = {
-    "udrl": Udrl(**TOY, network="gate", scale=(0.5, 0.1)),
-    "udrl, burn-in": Udrl(**TOY, burn_in=3, network="film", shift=(0.5, 2.0), smoothing=0.1),
-    "udrl, returns": Udrl(**TOY, command="return", network="hyper", weighting="exponential"),
-    "udrl, adjusted": Udrl(**TOY, command="return", adjust=True, weighting="exponential", beta=0.5),
-    "rcp-r": Rcp(**TOY, command="return", network="gates", beta=0.5, weight_cap=2.0),
-    "rcp-r, discounted": Rcp(**TOY, command="to-go", source="peak", network="gates"),
-    "rcp-r, by moves": Rcp(**TOY, command="to-go", weigh="moves", adjust=True, beta=0.5),
-    "rcp-a": Rcp(**TOY, network="gates", burn_in=2),
-    "rcp-a, adjusted": Rcp(**TOY, adjust=True, smoothing=0.2, weight_cap=1.5),
+LOSSES: dict[str, ReturnConditioned] = {
+    "udrl": udrl(**TOY, network="gate", command_scale=(0.5, 0.1)),
+    "udrl, burn-in": udrl(**TOY, burn_in=3, network="film", command_shift=(0.5, 2.0), label_smoothing=0.1),
+    "udrl, returns": udrl(**TOY, command="return", network="gates", weighting="exponential"),
+    "udrl, adjusted": udrl(**TOY, command="return", start_state_baseline=True, weighting="exponential", beta=0.5),
+    "rcp-r": rcp(**TOY, command="return", network="gates", beta=0.5, weight_cap=2.0),
+    "rcp-r, discounted": rcp(**TOY, command="return-to-go", command_source="maximum", network="gates"),
+    "rcp-r, by moves": rcp(**TOY, command="return-to-go", weight_by="transitions", start_state_baseline=True, beta=0.5),
+    "rcp-a": rcp(**TOY, network="gates", burn_in=2),
+    "rcp-a, adjusted": rcp(**TOY, start_state_baseline=True, label_smoothing=0.2, weight_cap=1.5),
 }
 
 
@@ -501,7 +498,14 @@ def test_loss_and_gradient_are_those_of_a_loop(cfg, monkeypatch):
 def test_the_settings_of_the_cases_make_a_difference():
     """An oracle that agrees with everything shows nothing."""
     base = LOSSES["rcp-a, adjusted"]
-    changes = [{}, {"beta": 0.3}, {"weight_cap": 1.1}, {"smoothing": 0.0}, {"weighting": "none"}, {"scale": (2.0,)}]
+    changes = [
+        {},
+        {"beta": 0.3},
+        {"weight_cap": 1.1},
+        {"label_smoothing": 0.0},
+        {"weighting": "none"},
+        {"command_scale": (2.0,)},
+    ]
     losses = set()
     for change in changes:
         torch.manual_seed(0)
@@ -519,7 +523,7 @@ def test_what_lies_outside_an_episode_is_not_learnt_from():
         learner, batch = learner_of(cfg), batch_of(cfg)
         t = batch.trajectory
         outside = ~t.aux["valid"]
-        for name in ("to_go", "earned", "merit", "target", "advantage"):
+        for name in ("return_to_go", "episode_return", "rank_score", "value_target", "advantage"):
             t.aux[name][outside] += noise
         after = t.step.is_first[2:] & outside  # rows that are no part of an episode
         t.step.obs[2:][after] += noise
@@ -536,17 +540,17 @@ def test_metrics_tell_how_the_batch_was_used():
     weight = learner.weight(t, learner.label(t), valid)
     metrics = learner.update(batch).metrics
     kept = (weight.sum() ** 2 / weight.square().sum()).item()
-    assert metrics["effective_batch"].item() == pytest.approx(kept, rel=1e-9)
+    assert metrics["effective_batch_size"].item() == pytest.approx(kept, rel=1e-9)
     assert 1 < kept < valid.sum()
-    assert 0 <= metrics["agreement"] <= 1 and 0 < metrics["entropy"] <= math.log(4)
+    assert 0 <= metrics["accuracy"] <= 1 and 0 < metrics["entropy"] <= math.log(4)
     assert metrics["command_return"].item() == 1.0 and metrics["command_horizon"].item() == 0.0
     plain = replace(cfg, weighting="none")
-    even = learner_of(plain).update(batch_of(plain)).metrics["effective_batch"].item()
+    even = learner_of(plain).update(batch_of(plain)).metrics["effective_batch_size"].item()
     assert even == pytest.approx(valid.sum().item(), rel=1e-9)
 
 
 def test_the_first_update_ends_acting_at_random_and_says_where_to_aim():
-    cfg = Udrl(**TOY, top=5)
+    cfg = udrl(**TOY, command_episodes=5)
     learner = learner_of(cfg)
     assert learner.agent.untrained
     learner.update(batch_of(cfg, pool=[[1.0, 2.0], [3.0, 4.0]]))
@@ -558,7 +562,7 @@ def test_the_first_update_ends_acting_at_random_and_says_where_to_aim():
 @double
 @pytest.mark.parametrize("average", [0.5, 0.9, 1.0])
 def test_what_acts_is_a_plain_mean_at_first_and_later_follows_slowly(average):
-    cfg = Udrl(**TOY, average=average, optimizer=Adam(lr=0.1))
+    cfg = udrl(**TOY, ema_decay=average, optimizer=Adam(lr=0.1))
     learner = learner_of(cfg)
     mean = None
     for n in range(1, 16):
@@ -569,11 +573,11 @@ def test_what_acts_is_a_plain_mean_at_first_and_later_follows_slowly(average):
         acting = torch.cat([p.detach().flatten() for p in learner.agent.parameters()])
         torch.testing.assert_close(acting, mean, rtol=1e-9, atol=1e-12)
     assert (acting - now).abs().max() > 1e-3
-    plain = learner_of(replace(cfg, average=None))
+    plain = learner_of(replace(cfg, ema_decay=None))
     assert plain.agent is plain.online
 
 
-def learnt_from(batch: Batch, cfg: Commanded) -> Tensor:
+def learnt_from(batch: Batch, cfg: ReturnConditioned) -> Tensor:
     """Observations of all moves, [N, ...]: not of rows around an episode, which repeat its ends, or before a window."""
     return batch.trajectory.step.obs[cfg.burn_in :][batch.trajectory.aux["valid"]].double()
 
@@ -588,7 +592,7 @@ def normal(seen: list[Tensor], weight: list[float]) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("average", [None, 0.9])
 def test_observations_are_shown_in_deviations_from_the_mean_of_those_seen(average):
     """Far from zero, and of several sizes: every batch counts the same."""
-    cfg = Udrl(**TOY, normalise=True, average=average)
+    cfg = udrl(**TOY, normalise=True, ema_decay=average)
     learner, seen = learner_of(cfg), []
     for n in range(12):
         batch = batch_of(cfg, n)
@@ -598,18 +602,18 @@ def test_observations_are_shown_in_deviations_from_the_mean_of_those_seen(averag
         learner.update(batch)
         mean, spans = normal(seen, [1 / len(seen)] * len(seen))
         for agent in {learner.agent, learner.online}:
-            torch.testing.assert_close(agent.centre.double(), mean, rtol=1e-4, atol=1e-4)
-            torch.testing.assert_close(agent.spans.double(), spans, rtol=1e-2, atol=1e-3)
+            torch.testing.assert_close(agent.obs_mean.double(), mean, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(agent.obs_std.double(), spans, rtol=1e-2, atol=1e-3)
     step = batch.trajectory.step
-    shown = learner.agent.seen(step).obs
-    torch.testing.assert_close(shown, ((step.obs - agent.centre) / agent.spans).clamp(-5, 5))
-    wild = learner.agent.seen(step._replace(obs=1e6 * torch.ones_like(step.obs))).obs
+    shown = learner.agent.normalise(step).obs
+    torch.testing.assert_close(shown, ((step.obs - agent.obs_mean) / agent.obs_std).clamp(-5, 5))
+    wild = learner.agent.normalise(step._replace(obs=1e6 * torch.ones_like(step.obs))).obs
     assert (wild == 5).all()
 
 
 def test_old_observations_count_less_after_many(monkeypatch):
-    monkeypatch.setattr("bestiary.algos.return_conditioned.learner.REMEMBERED", 3)
-    cfg = Udrl(**TOY, normalise=True)
+    monkeypatch.setattr("bestiary.algos.return_conditioned.learner.OBS_STATS_BATCHES", 3)
+    cfg = udrl(**TOY, normalise=True)
     learner, weight, seen = learner_of(cfg), [], []
     for n in range(10):
         batch = batch_of(cfg, n)
@@ -620,35 +624,35 @@ def test_old_observations_count_less_after_many(monkeypatch):
         seen.append(learnt_from(batch, cfg))
     assert sum(weight) == pytest.approx(1)
     mean, spans = normal(seen, weight)
-    torch.testing.assert_close(learner.agent.centre.double(), mean, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(learner.agent.spans.double(), spans, rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(learner.agent.obs_mean.double(), mean, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(learner.agent.obs_std.double(), spans, rtol=1e-2, atol=1e-3)
 
 
 def test_what_is_not_normalised_is_shown_as_it_is():
-    learner = learner_of(Udrl(**TOY))
+    learner = learner_of(udrl(**TOY))
     batch = batch_of(learner.cfg)
     learner.update(batch)
-    assert learner.agent.seen(batch.trajectory.step) is batch.trajectory.step
+    assert learner.agent.normalise(batch.trajectory.step) is batch.trajectory.step
 
 
 def test_the_policy_may_be_sharpened_more_and_more():
-    cfg = Udrl(**TOY, sharpen=3.0, sharpen_over=40, ratio=0.1)  # four updates
+    cfg = udrl(**TOY, max_inverse_temperature=3.0, inverse_temperature_steps=40, updates_per_step=0.1)  # four updates
     learner = learner_of(cfg)
-    sharpest = [learner.update(batch_of(cfg)).metrics["sharpest"].item() for _ in range(6)]
+    sharpest = [learner.update(batch_of(cfg)).metrics["max_inverse_temperature"].item() for _ in range(6)]
     assert sharpest == pytest.approx([1.5, 2.0, 2.5, 3.0, 3.0, 3.0])
-    assert learner.agent.sharpest == 3.0
-    plain = learner_of(Udrl(**TOY))
-    assert plain.update(batch_of(plain.cfg)).metrics["sharpest"] == 1.0
+    assert learner.agent.max_inverse_temperature == 3.0
+    plain = learner_of(udrl(**TOY))
+    assert plain.update(batch_of(plain.cfg)).metrics["max_inverse_temperature"] == 1.0
 
 
 def test_the_learning_rate_falls_to_a_share_over_the_budget():
-    cfg = Udrl(**TOY, ratio=0.01, lr_last=0.2, optimizer=Adam(lr=1e-3))
+    cfg = udrl(**TOY, updates_per_step=0.01, final_lr_fraction=0.2, optimizer=Adam(lr=1e-3))
     learner, rates = learner_of(cfg, total_steps=400), []
     for _ in range(6):
         learner.update(batch_of(cfg))
         rates.append(learner.optimizer.param_groups[0]["lr"] / 1e-3)
     assert rates == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
-    steady = learner_of(replace(cfg, lr_last=1.0), total_steps=400)
+    steady = learner_of(replace(cfg, final_lr_fraction=1.0), total_steps=400)
     for _ in range(6):
         steady.update(batch_of(cfg))
     assert steady.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
@@ -674,7 +678,7 @@ def surveyed(seed: int = 0, lengths: tuple[int, ...] = (5, 3, 7), cut: tuple[boo
     return Batch(t, keys=torch.arange(B), about={"critic_refresh": torch.ones(())})
 
 
-def plain_values(learner: CommandLearner, t: Trajectory, b: int) -> list[Tensor]:
+def plain_values(learner: ReturnConditionedLearner, t: Trajectory, b: int) -> list[Tensor]:
     critic: Any = learner.critic
     linear = [m for m in critic.head if isinstance(m, nn.Linear)]
     found = []
@@ -689,10 +693,10 @@ CRITIC: dict[str, Any] = TOY | {"critic_head": (6, 5), "value_scale": 10.0, "dis
 
 
 @double
-@pytest.mark.parametrize("critic", ["own", "joint"])
+@pytest.mark.parametrize("critic", ["separate", "joint"])
 def test_a_survey_gives_lambda_returns(critic):
     """Behind a time limit lies what the last row is worth, behind a true end nothing; the reference knows no limits."""
-    learner = learner_of(Rcp(**CRITIC, critic=critic, source="peak"))
+    learner = learner_of(rcp(**CRITIC, critic=critic, command_source="maximum"))
     batch = surveyed()
     t, lengths, cut = batch.trajectory, (5, 3, 7), (False, True, True)
     update = learner.update(batch)
@@ -700,34 +704,36 @@ def test_a_survey_gives_lambda_returns(critic):
     errors = []
     for b, length in enumerate(lengths):
         v = plain_values(learner, t, b)
-        after = v[length].item() if cut[b] and critic == "own" else 0.0
+        after = v[length].item() if cut[b] and critic == "separate" else 0.0
         for move in reversed(range(length)):
             ahead = after if move == length - 1 else 0.2 * v[move + 1].item() + 0.8 * after
             after = t.step.reward[move + 1, b].item() / 10 + 0.9 * ahead
             errors.append(v[move] - after)
-            if critic == "own":
+            if critic == "separate":
                 assert update.value_targets is not None
                 target, advantage = (x[move, b].item() for x in update.value_targets)
                 assert target == pytest.approx(after, rel=1e-10)
                 assert advantage == pytest.approx(after - v[move].item(), rel=1e-10)
-    if critic == "own":
+    if critic == "separate":
         assert update.value_targets is not None and update.priorities is None
         assert all(x.shape == (7, 3) and not x.requires_grad for x in update.value_targets)
-        assert learner.value_loss is None
+        assert learner.joint_loss is None
     else:
-        assert update.value_targets is None and learner.value_loss is not None
+        assert update.value_targets is None and learner.joint_loss is not None
         loss = torch.stack(errors).square().mean()
-        assert learner.value_loss.item() == pytest.approx(loss.item(), rel=1e-10)
+        assert learner.joint_loss.item() == pytest.approx(loss.item(), rel=1e-10)
         assert learner.critic is not None
-        assert_close(gradients(learner.value_loss, learner.critic), gradients(loss, learner.critic))
+        assert_close(gradients(learner.joint_loss, learner.critic), gradients(loss, learner.critic))
 
 
 @double
 def test_a_joint_critic_adds_its_loss_once_and_to_the_next_update_alone():
-    cfg = Rcp(**CRITIC, critic="joint", source="peak", optimizer=RmsProp(lr=1e-3))
+    cfg = rcp(**CRITIC, critic="joint", command_source="maximum", optimizer=RmsProp(lr=1e-3))
     learner = learner_of(cfg)
     assert learner.critic is not None and learner.critic_optimizer is None
-    assert len(learner.learning) == len(list(learner.online.parameters())) + len(list(learner.critic.parameters()))
+    assert len(learner.trained_parameters) == len(list(learner.online.parameters())) + len(
+        list(learner.critic.parameters())
+    )
 
     def both() -> list[tuple[Tensor, ...]]:
         assert learner.critic is not None
@@ -747,7 +753,7 @@ def test_a_joint_critic_adds_its_loss_once_and_to_the_next_update_alone():
 
 @double
 def test_the_loss_that_is_told_is_the_policys(monkeypatch):
-    cfg = Rcp(**CRITIC, critic="joint", source="peak")
+    cfg = rcp(**CRITIC, critic="joint", command_source="maximum")
     told_losses, norms = [], []
     for survey in (False, True):
         torch.manual_seed(0)
@@ -763,7 +769,7 @@ def test_the_loss_that_is_told_is_the_policys(monkeypatch):
 @double
 @pytest.mark.parametrize("value_scale", [1.0, 10.0])
 def test_a_joint_advantage_is_what_was_earned_less_what_was_expected_in_the_same_units(value_scale):
-    cfg = Rcp(**CRITIC | {"value_scale": value_scale}, critic="joint", source="peak", burn_in=2)
+    cfg = rcp(**CRITIC | {"value_scale": value_scale}, critic="joint", command_source="maximum", burn_in=2)
     learner = learner_of(cfg)
     t = batch_of(cfg).trajectory
     label = learner.label(t)
@@ -771,13 +777,13 @@ def test_a_joint_advantage_is_what_was_earned_less_what_was_expected_in_the_same
     for b in range(4):
         v = plain_values(learner, t, b)[2:]
         for k in range(6):
-            expected = t.aux["to_go"][k, b].item() - value_scale * v[k].item()
+            expected = t.aux["return_to_go"][k, b].item() - value_scale * v[k].item()
             assert label[k, b, 0].item() == pytest.approx(expected, rel=1e-9)
 
 
 @double
 def test_a_critic_of_its_own_learns_its_targets_where_there_are_moves():
-    cfg = Rcp(**CRITIC, burn_in=2, critic_optimizer=Adam(lr=1e-3))
+    cfg = rcp(**CRITIC, burn_in=2, critic_optimizer=Adam(lr=1e-3))
     learner, batch = learner_of(cfg), batch_of(cfg)
     t, errors = batch.trajectory, []
     assert learner.critic is not None and learner.critic_optimizer is not None
@@ -789,7 +795,7 @@ def test_a_critic_of_its_own_learns_its_targets_where_there_are_moves():
             if t.aux["valid"][k, b]:
                 for layer in linear[:-1]:
                     h = affine(layer, h).relu()
-                errors.append(affine(linear[-1], h)[0] - t.aux["target"][k, b])
+                errors.append(affine(linear[-1], h)[0] - t.aux["value_target"][k, b])
     loss = torch.stack(errors).square().mean()
     policy = {k: v.clone() for k, v in learner_of(cfg).online.state_dict().items()}
     metrics = learner.update(batch).metrics
@@ -802,7 +808,7 @@ def test_a_critic_of_its_own_learns_its_targets_where_there_are_moves():
 
 def test_the_largest_advantage_of_a_period_is_the_command_of_the_next(monkeypatch):
     """Of the first batch at once; then of the largest among every four, with the deviation of that batch."""
-    cfg = Rcp(**CRITIC, source="peak", peak_every=4)
+    cfg = rcp(**CRITIC, command_source="maximum", command_period=4)
     learner = learner_of(cfg)
     peaks = [3.0, 9.0, 2.0, 5.0, 4.0, 1.0, 8.0, 6.0, 7.0, 2.0, 1.0, 0.0]
     aims = []
@@ -823,13 +829,15 @@ def test_the_largest_advantage_of_a_period_is_the_command_of_the_next(monkeypatc
 
 # -- saving -----------------------------------------------------------------------------------------------------------
 
-SAVED: dict[str, Commanded] = {
-    "udrl": Udrl(**TOY, optimizer=Adam(lr=1e-2)),
-    "udrl, everything": Udrl(**TOY, normalise=True, average=0.8, sharpen=3.0, sharpen_over=1_000),
-    "rcp-r": Rcp(**TOY, command="return", average=0.9),
-    "rcp-a": Rcp(**CRITIC, average=0.9, normalise=True),
-    "rcp-a, peak": Rcp(**CRITIC, source="peak", peak_every=3),
-    "rcp-a, joint": Rcp(**CRITIC, source="peak", critic="joint", optimizer=RmsProp(momentum=0.9)),
+SAVED: dict[str, ReturnConditioned] = {
+    "udrl": udrl(**TOY, optimizer=Adam(lr=1e-2)),
+    "udrl, everything": udrl(
+        **TOY, normalise=True, ema_decay=0.8, max_inverse_temperature=3.0, inverse_temperature_steps=1_000
+    ),
+    "rcp-r": rcp(**TOY, command="return", ema_decay=0.9),
+    "rcp-a": rcp(**CRITIC, ema_decay=0.9, normalise=True),
+    "rcp-a, peak": rcp(**CRITIC, command_source="maximum", command_period=3),
+    "rcp-a, joint": rcp(**CRITIC, command_source="maximum", critic="joint", optimizer=RmsProp(momentum=0.9)),
 }
 
 
@@ -860,72 +868,91 @@ def test_a_saved_learner_goes_on_bit_for_bit(cfg):
 # -- what cannot be ---------------------------------------------------------------------------------------------------
 
 
+LEAST_ONE = ("unroll", "max_inverse_temperature", "command_episodes", "critic_period", "command_period")
+
+
 @pytest.mark.parametrize(
     ("cls", "settings", "sentence"),
     [
-        (Udrl, {"unroll": 0}, r"algo\.unroll=0 must be at least 1"),
+        *((Rcp, {name: 0}, rf"algo\.{name.replace('_', '-')}=0 must be at least 1") for name in LEAST_ONE),
         (
             Rcp,
-            {"horizon": True},
-            r"algo\.horizon does not go with algo\.command=advantage: an advantage is of a single",
+            {"horizon": True, **TWO},
+            r"algo\.horizon does not go with algo\.command=advantage: an advantage is of a",
         ),
-        (Udrl, {"shift": (0.0,)}, r"algo\.shift=\(0\.0,\) must have as many numbers as a command: 2"),
-        (Rcp, {"scale": (1.0, 1.0)}, r"algo\.scale=\(1\.0, 1\.0\) must have as many numbers as a command: 1"),
+        (Udrl, {"command_shift": (0.0,)}, r"algo\.command-shift=\(0\.0,\) must have as many numbers as a command: 2"),
+        (
+            Rcp,
+            {"command_scale": (1.0, 1.0)},
+            r"algo\.command-scale=\(1\.0, 1\.0\) must have as many numbers as a .*: 1",
+        ),
         (Rcp, {"beta": 0.0}, r"algo\.beta=0\.0 must be positive"),
         (Rcp, {"beta": -1.0}, r"algo\.beta=-1\.0 must be positive"),
         (Rcp, {"beta": float("nan")}, r"algo\.beta=nan must be positive"),
-        (Rcp, {"haste": float("nan")}, r"algo\.haste=nan must be at least 0"),
+        (Rcp, {"length_penalty": float("nan")}, r"algo\.replay\.length-penalty=nan must be at least 0"),
         (Rcp, {"weight_cap": 0.0}, r"algo\.weight-cap=0\.0 must be positive"),
         (Rcp, {"value_scale": 0.0}, r"algo\.value-scale=0\.0 must be positive"),
         (Udrl, {"grad_norm": 0.0}, r"algo\.grad-norm=0\.0 must be positive"),
         (Udrl, {"discount": 1.5}, r"algo\.discount=1\.5 must lie in \[0, 1\]"),
-        (Udrl, {"smoothing": -0.1}, r"algo\.smoothing=-0\.1 must lie in \[0, 1\]"),
-        (Udrl, {"average": 1.1}, r"algo\.average=1\.1 must lie in \[0, 1\]"),
+        (Udrl, {"label_smoothing": -0.1}, r"algo\.label-smoothing=-0\.1 must lie in \[0, 1\]"),
+        (Udrl, {"ema_decay": 1.1}, r"algo\.ema-decay=1\.1 must lie in \[0, 1\]"),
         (Rcp, {"trace_decay": 2.0}, r"algo\.trace-decay=2\.0 must lie in \[0, 1\]"),
-        (Udrl, {"lr_last": -0.5}, r"algo\.lr-last=-0\.5 must lie in \[0, 1\]"),
-        (Udrl, {"increment": -1.0}, r"algo\.increment=-1\.0 must be at least 0"),
-        (Rcp, {"percentile": 101.0}, r"algo\.percentile=101\.0 must lie in \[0, 100\]"),
-        (Udrl, {"sharpen": 0.5}, r"algo\.sharpen=0\.5 must be at least 1"),
-        (Udrl, {"top": 0}, r"algo\.top, algo\.critic-every and algo\.peak-every must be at least 1"),
-        (Rcp, {"critic_every": 0}, r"algo\.top, algo\.critic-every and algo\.peak-every must be at least 1"),
-        (Rcp, {"peak_every": 0}, r"algo\.top, algo\.critic-every and algo\.peak-every must be at least 1"),
+        (Udrl, {"final_lr_fraction": -0.5}, r"algo\.final-lr-fraction=-0\.5 must lie in \[0, 1\]"),
+        (Udrl, {"return_increment": -1.0}, r"algo\.return-increment=-1\.0 must be at least 0"),
+        (Udrl, {"burn_in": -1}, r"algo\.burn-in=-1 must be at least 0"),
+        (Rcp, {"command_percentile": 101.0}, r"algo\.command-percentile=101\.0 must lie in \[0, 100\]"),
         (Udrl, {"head": ()}, r"algo\.head=\(\) must be layers of at least one unit"),
         (Udrl, {"head": (8, 0)}, r"algo\.head=\(8, 0\) must be layers of at least one unit"),
-        (Udrl, {"source": "percentile"}, r"algo\.source=percentile says nothing of moves: use --algo\.no-horizon"),
-        (Rcp, {"source": "spread"}, r"algo\.source=spread is of returns: with advantages use percentile or peak"),
-        (Rcp, {"source": "episode"}, r"algo\.source=episode is of returns: with advantages use percentile or peak"),
-        (Udrl, {"discount": 0.0}, r"algo\.discount=0 leaves nothing to go"),
-        (Rcp, {"critic": "joint"}, r"percentile"),  # such a critic says nothing of single moves that could be kept
+        (
+            Udrl,
+            {"command_source": "percentile"},
+            r"algo\.command-source=percentile gives no horizon: use --algo\.no-horizo",
+        ),
+        (
+            Rcp,
+            {"command_source": "uniform"},
+            r"algo\.command-source=uniform is of returns: with advantages use percentile",
+        ),
+        (
+            Rcp,
+            {"command_source": "episode"},
+            r"algo\.command-source=episode is of returns: with advantages use percentile",
+        ),
+        (Udrl, {"discount": 0.0}, r"algo\.discount=0 makes a return-to-go undefined after the first step"),
+        (Rcp, {"critic": "joint"}, r"algo\.command-source=percentile needs algo\.critic=separate"),
     ],
 )
 def test_numbers_that_cannot_work_are_refused_in_a_sentence(cls, settings, sentence):
     with pytest.raises(UserError, match=sentence) as refused:
-        cls(**settings)
+        configure(cls, **settings)
     assert "\n" not in str(refused.value)
 
 
 def test_an_experiment_refuses_what_its_replay_cannot_do():
-    with pytest.raises(UserError, match=r"algo\.warmup=0 must be at least 1 episode: nothing can be learnt from none"):
-        Experiment(algo=Udrl(warmup=0))
-    with pytest.raises(UserError, match=r"algo\.window=300 must lie between 1 and algo\.batch-size=256, or be None"):
-        Experiment(algo=Rcp(window=300))
+    with pytest.raises(UserError, match=r"algo\.replay\.warmup=0 must be at least 1"):
+        Experiment(algo=udrl(warmup=0))
+    with pytest.raises(
+        UserError,
+        match=r"algo\.replay\.sequence-length=300 must lie between 1 and algo\.replay\.batch-size=256, or be None",
+    ):
+        Experiment(algo=rcp(sequence_length=300))
 
 
 def test_pictures_are_not_normalised():
-    with pytest.raises(UserError, match=r"algo\.normalise is for vectors, but picture shows pictures"):
-        Udrl(normalise=True).agent(PICTURE, Net(), Ff())
+    with pytest.raises(UserError, match=r"algo\.normalise is for vector observations, but picture has images"):
+        udrl(normalise=True).agent(PICTURE, Net(), Ff())
 
 
 @pytest.mark.parametrize("window", [4, None])
 def test_windows_must_hold_as_many_pictures_as_are_shown_at_once(window):
     """Without memory a window is one row, unless more are asked for: the earlier pictures must come from somewhere."""
-    with pytest.raises(UserError, match=r"algo\.burn-in=1 rows do not fill net\.frame-stack=3: raise it to 2"):
-        Udrl(window=window, burn_in=1).agent(PICTURE, Net(frame_stack=3), Ff())
-    Udrl(window=window, burn_in=2).agent(PICTURE, Net(frame_stack=3), Ff())
+    with pytest.raises(UserError, match=r"algo\.burn-in=1 steps do not fill net\.frame-stack=3: raise it to 2"):
+        udrl(sequence_length=window, burn_in=1).agent(PICTURE, Net(frame_stack=3), Ff())
+    udrl(sequence_length=window, burn_in=2).agent(PICTURE, Net(frame_stack=3), Ff())
 
 
 def test_whole_episodes_hold_all_their_pictures():
-    Udrl(window=None, burn_in=0).agent(PICTURE, Net(frame_stack=3), Lstm(hidden=4))
+    udrl(sequence_length=None, burn_in=0).agent(PICTURE, Net(frame_stack=3), Lstm(hidden=4))
 
 
 def test_continuous_actions_are_refused(tmp_path):
@@ -934,18 +961,20 @@ def test_continuous_actions_are_refused(tmp_path):
 
 
 def test_a_command_has_as_many_numbers_as_the_agent_knows():
-    with pytest.raises(UserError, match=r"a command of this agent is a return and a number of moves: 2 numbers, not 1"):
+    with pytest.raises(UserError, match=r"a command of this agent is a return and a number of steps: 2 numbers, not 1"):
         agent_of().set_command((5.0,))
     with pytest.raises(UserError, match=r"a command of this agent is a return: 1 numbers?, not 2"):
         agent_of(**ONE).set_command((5.0, 3.0))
     with pytest.raises(UserError, match=r"a command of this agent is an advantage: 1 numbers?, not 3"):
-        agent_of(cls=Rcp, source="peak").set_command((5.0, 3.0, 1.0))
-    with pytest.raises(UserError, match=r"a horizon of 0\.5 moves is too short: ask for at least 1"):
+        agent_of(cls=Rcp, command_source="maximum").set_command((5.0, 3.0, 1.0))
+    with pytest.raises(UserError, match=r"a desired horizon of 0\.5 steps is too short: it must be at least 1"):
         agent_of().set_command((5.0, 0.5))
     for wild in (float("nan"), float("inf")):
         with pytest.raises(UserError, match=r"a command must be made of finite numbers, not 5\.0, (nan|inf)"):
             agent_of().set_command((5.0, wild))
-    with pytest.raises(UserError, match=r"no command asks for more than algo\.max-return=320, so not 500"):
+    with pytest.raises(
+        UserError, match=r"a desired return of 500 is above algo\.max-return=320, the highest that was trained"
+    ):
         agent_of(max_return=320.0).set_command((500.0, 3.0))
 
 
@@ -954,24 +983,24 @@ def test_agents_without_commands_cannot_be_told_any():
         Impala().agent(LANDER, BARE, Ff()).set_command((5.0,))
 
 
-@pytest.mark.parametrize("cfg", [Udrl(cut_penalty=3.0, adjust=True), Rcp(), Rcp(command="return", burn_in=2)])
-def test_the_replay_is_built_from_the_numbers_of_the_algorithm(cfg):
-    built = cfg.replay_builder(3)
-    assert built.streams == 3
-    for field in fields(built):
-        if field.name not in ("streams", "survey", "by_move"):
-            assert getattr(built, field.name) == getattr(cfg, field.name), field.name
-    assert (built.survey is None) == (cfg.command != "advantage")
-    assert not built.by_move and Rcp(command="to-go").replay_builder(3).by_move
+@pytest.mark.parametrize("cfg", [udrl(start_state_baseline=True), Rcp(), rcp(command="return", burn_in=2)])
+def test_the_replay_is_built_from_the_algorithms_settings(cfg):
+    builder = cfg.replay_builder(3)
+    assert builder.streams == 3 and builder.cfg is cfg.replay
+    assert (builder.discount, builder.burn_in) == (cfg.discount, cfg.burn_in)
+    assert builder.command_distribution == cfg.command_distribution
+    assert (builder.critic_refresh is None) == (cfg.command != "advantage")
+    assert not builder.needs_returns_to_go and rcp(command="return-to-go").replay_builder(3).needs_returns_to_go
     assert cfg.explorer(3)(row([True] * 3)).tolist() == [1.0] * 3
 
 
-def test_a_critic_is_asked_as_often_as_the_algorithm_says():
-    own, joint = (
-        Rcp(critic=critic, source="peak", critic_every=7).replay_builder(3).survey for critic in ("own", "joint")
+def test_the_critic_is_refreshed_at_the_algorithms_period():
+    separate, joint = (
+        rcp(critic=critic, command_source="maximum", critic_period=7).replay_builder(3).critic_refresh
+        for critic in ("separate", "joint")
     )
-    assert own is not None and own.every == 7 and own.whole
-    assert joint is not None and joint.every == 7 and not joint.whole
+    assert separate is not None and separate.period == 7 and separate.store
+    assert joint is not None and joint.period == 7 and not joint.store
 
 
 def test_learners_belong_to_their_agents():
@@ -982,14 +1011,14 @@ def test_learners_belong_to_their_agents():
 # -- what was asked for -----------------------------------------------------------------------------------------------
 
 
-class Ordered(CommandAgent):
+class Ordered(ReturnConditionedAgent):
     """Asks for another return in every episode, so that one can tell them apart."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.orders = 0
 
-    def draw(self, explore: Tensor | None, count: int, rng: torch.Generator) -> Tensor:
+    def sample_commands(self, explore: Tensor | None, count: int, rng: torch.Generator) -> Tensor:
         self.orders += 1
         return torch.stack([self.orders + torch.arange(count) / 8, torch.full((count,), 50.0)], 1)
 
@@ -998,7 +1027,7 @@ class Ordered(CommandAgent):
 @pytest.mark.parametrize("explore", [True, False])
 def test_an_episode_tells_what_it_was_asked_for_when_it_began(env, explore):
     env_batch = env.make(4, 0, 0, 1)
-    agent = Ordered(Udrl(head=(4,)), env_batch.spec, Net(), Ff())
+    agent = Ordered(udrl(head=(4,)), env_batch.spec, Net(), Ff())
     actor = Actor(env_batch, agent, Fixed(torch.ones(4)) if explore else None, 7, 0, torch.device("cpu"))
     asked: list[list[tuple[float, ...]]] = [[] for _ in range(4)]
     seen = [0] * 4
@@ -1027,7 +1056,7 @@ def test_actors_go_on_knowing_what_was_asked_for():
         torch.manual_seed(0)
         agent = aimed([[1.0, 4.0], [0.5, 3.0], [-1.0, 4.0]], spread=np.array([2.0, 0.0]))
         other = agent.cfg.agent(env_batch.spec, Net(), Ff())
-        other.aim_at(aim(agent.pool.numpy(), agent.spread.numpy()))
+        other.set_command_distribution(command_distribution(agent.pool.numpy(), agent.spread.numpy()))
         return Actor(env_batch, other, Fixed(torch.ones(3)), 3, 0, torch.device("cpu"))
 
     one, two = actor(), actor()
@@ -1052,8 +1081,8 @@ def test_what_was_asked_for_is_summed_up():
 @pytest.mark.parametrize("mode", ["greedy", "sampled"])
 def test_games_are_played_as_told(mode):
     env_batch = Catch(rows=5).make(3, 0, 0, 1)
-    agent = Udrl(head=(4,)).agent(env_batch.spec, Net(), Ff())
-    agent.aim_at(aim(np.array([[7.0, 7.0]]), spread=5.0))
+    agent = udrl(head=(4,)).agent(env_batch.spec, Net(), Ff())
+    agent.set_command_distribution(command_distribution(np.array([[7.0, 7.0]]), spread=5.0))
     agent.set_command((0.5, 4.0))
     for epsilon in (0.0, 0.5):
         games = play_episodes(agent, env_batch, 7, mode, generator(), epsilon=epsilon)
@@ -1063,17 +1092,18 @@ def test_games_are_played_as_told(mode):
 # -- whole runs -------------------------------------------------------------------------------------------------------
 
 SHORT: dict[str, Any] = {
-    "unroll": 7, "batch_size": 32, "head": (8,), "warmup": 20, "ratio": 0.05, "capacity": 60, "best": 20, "latest": 20
+    "unroll": 7, "batch_size": 32, "head": (8,), "warmup": 20, "updates_per_step": 0.05, "capacity": 60,
+    "best_episodes": 20, "latest_episodes": 20,
 }  # fmt: skip
-ALGOS: dict[str, Commanded] = {
-    "udrl": Udrl(**SHORT, average=0.9, sharpen=2.0, sharpen_over=500),
-    "rcp-a": Rcp(**SHORT, critic_every=8, critic_head=(8,)),
-    "rcp-r": Rcp(**SHORT, command="return"),
+ALGOS: dict[str, ReturnConditioned] = {
+    "udrl": udrl(**SHORT, ema_decay=0.9, max_inverse_temperature=2.0, inverse_temperature_steps=500),
+    "rcp-a": rcp(**SHORT, critic_period=8, critic_head=(8,)),
+    "rcp-r": rcp(**SHORT, command="return"),
 }
 CORES: dict[str, Any] = {"ff": Ff(), "lstm": Lstm(hidden=8), "delta-net": DELTA}
 
 
-def short(algo: Commanded, core: Any, frames: int = 1_500) -> Experiment:
+def short(algo: ReturnConditioned, core: Any, frames: int = 1_500) -> Experiment:
     return tiny(
         Catch(rows=5, columns=3), algo=algo, core=core, net=Net(encoder=Mlp(8)), frames=frames,
         runtime=Local(envs=6, threads=1),
@@ -1094,11 +1124,17 @@ def test_half_a_run_resumed_equals_the_whole_run_bit_for_bit(name, core, tmp_pat
     assert not weights(whole)["untrained"] and weights(whole)["pool"].any()
 
 
-OTHERS: dict[str, Commanded] = {
-    "udrl, per episode": Udrl(**SHORT | {"ratio": 0.2}, per="episode", source="spread", keep="best"),
-    "udrl, windows": Udrl(**SHORT, window=3, burn_in=2, draw="moves", source="peak", moves=150),
-    "rcp-a, joint": Rcp(**SHORT, critic="joint", source="peak", critic_every=5, redraw=True, critic_head=(8,)),
-    "rcp-r, discounted": Rcp(**SHORT, command="to-go", source="peak", network="gates"),
+OTHERS: dict[str, ReturnConditioned] = {
+    "udrl, per episode": udrl(
+        **SHORT | {"updates_per_step": 0.2}, update_unit="episode", command_source="uniform", keep="best"
+    ),
+    "udrl, windows": udrl(
+        **SHORT, sequence_length=3, burn_in=2, sample_by="transitions", command_source="maximum", max_transitions=150
+    ),
+    "rcp-a, joint": rcp(
+        **SHORT, critic="joint", command_source="maximum", critic_period=5, resample_command=True, critic_head=(8,)
+    ),
+    "rcp-r, discounted": rcp(**SHORT, command="return-to-go", command_source="maximum", network="gates"),
 }
 
 
@@ -1112,7 +1148,7 @@ def test_other_mixtures_of_the_parts_run_and_resume_too(name, tmp_path):
 
 def test_episodes_shorter_than_the_time_between_two_surveys_are_learnt_from(tmp_path):
     """All that was judged is gone long before the critic is asked again."""
-    algo = replace(ALGOS["rcp-a"], critic_every=1_000, capacity=10)
+    algo = configure(ALGOS["rcp-a"], critic_period=1_000, capacity=10)
     run = bestiary.train(short(algo, Ff(), frames=1_000), tmp_path / "run")
     assert int(rows(run)[-1]["updates"]) > 30
 
@@ -1129,7 +1165,7 @@ def test_a_run_is_evaluated_as_told(tmp_path):
     assert set(usual["greedy"]["info"]) == {"desired_return", "desired_horizon"}
     with pytest.raises(UserError, match="2 numbers, not 1"):
         bestiary.evaluate(run, 5, threads=1, command=(1.0,))
-    with pytest.raises(UserError, match="a horizon of 0 moves is too short"):
+    with pytest.raises(UserError, match="a desired horizon of 0 steps is too short"):
         bestiary.evaluate(run, 5, threads=1, command=(1.0, 0.0))
     other = bestiary.train(tiny(frames=200), tmp_path / "other")
     with pytest.raises(UserError, match="--command is for agents that follow commands"):
@@ -1152,9 +1188,9 @@ def test_what_evaluations_ask_for_is_part_of_an_experiment(tmp_path):
 def test_what_evaluations_could_not_ask_for_is_refused_before_anything_starts():
     with pytest.raises(UserError, match=r"--evaluation\.command is for agents that follow commands \(Udrl, Rcp\)"):
         tiny(evaluation=Evaluation(command=(1.0,)))
-    with pytest.raises(UserError, match="a return and a number of moves: 2 numbers, not 1"):
+    with pytest.raises(UserError, match="a return and a number of steps: 2 numbers, not 1"):
         tiny(algo=Udrl(), evaluation=Evaluation(command=(1.0,)))
-    with pytest.raises(UserError, match="a horizon of 0 moves is too short"):
+    with pytest.raises(UserError, match="a desired horizon of 0 steps is too short"):
         tiny(algo=Udrl(), evaluation=Evaluation(command=(1.0, 0.0)))
 
 
@@ -1167,8 +1203,8 @@ def test_a_command_is_given_in_the_terminal(tmp_path, capsys):
     other = bestiary.train(tiny(frames=200), tmp_path / "other")
     capsys.readouterr()
     for path, command, sentence in (
-        (run.path, "1", "a command of this agent is a return and a number of moves: 2 numbers, not 1"),
-        (run.path, "1,0", "a horizon of 0 moves is too short: ask for at least 1"),
+        (run.path, "1", "a command of this agent is a return and a number of steps: 2 numbers, not 1"),
+        (run.path, "1,0", "a desired horizon of 0 steps is too short: it must be at least 1"),
         (run.path, "much", "'much' is not a list of numbers; write it like 200,300"),
         (other.path, "own", "--command is for agents that follow commands (Udrl, Rcp); this one does not"),
         (other.path, "1", "--command is for agents that follow commands (Udrl, Rcp); this one does not"),
@@ -1193,13 +1229,13 @@ def score(experiment: Experiment, path: Any) -> float:
 
 
 QUICK: dict[str, Any] = {
-    "unroll": 5, "batch_size": 128, "capacity": 400, "warmup": 40, "ratio": 1 / 16, "head": (64,),
+    "unroll": 5, "batch_size": 128, "capacity": 400, "warmup": 40, "updates_per_step": 1 / 16, "head": (64,),
     "optimizer": AdamW(lr=3e-3),
 }  # fmt: skip
-LEARNERS: dict[str, Commanded] = {
-    "udrl": Udrl(**QUICK),
-    "rcp-r": Rcp(**QUICK, command="return"),
-    "rcp-a": Rcp(**QUICK, critic_every=16, critic_head=(32,), value_scale=1.0, critic_optimizer=AdamW(lr=3e-3)),
+LEARNERS: dict[str, ReturnConditioned] = {
+    "udrl": udrl(**QUICK),
+    "rcp-r": rcp(**QUICK, command="return"),
+    "rcp-a": rcp(**QUICK, critic_period=16, critic_head=(32,), value_scale=1.0, critic_optimizer=AdamW(lr=3e-3)),
 }
 CATCH = tiny(Catch(rows=6), net=BARE, core=Ff(), runtime=Local(envs=16, threads=1), frames=8_000)
 
@@ -1213,7 +1249,7 @@ def test_it_learns_to_catch(name, tmp_path):
         assert told["greedy"]["score"]["mean"] < 0.5
 
 
-RECALL = replace(CATCH, env=Recall(delay=3, cues=3), algo=Udrl(**QUICK | {"head": (32,)}), frames=8_000)
+RECALL = replace(CATCH, env=Recall(delay=3, cues=3), algo=udrl(**QUICK | {"head": (32,)}), frames=8_000)
 
 
 @pytest.mark.learns

@@ -1,24 +1,27 @@
-"""Reward-Conditioned Policies: ask for high returns (RCP-R) or advantages (RCP-A) (Kumar et al. 2019)."""
+"""Reward-Conditioned Policies (Kumar et al. 2019): conditioned on returns (RCP-R) or advantages (RCP-A)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from bestiary.algos.return_conditioned.learner import Commanded
-from bestiary.config.schema import Count, Numbers
+from bestiary.algos.return_conditioned import ReturnConditioned
+from bestiary.config.schema import Numbers
+from bestiary.replay.episodes import Episodes
+
+
+def recent_transitions() -> Episodes:
+    return Episodes(keep="recent", capacity=200, sample_by="transitions")
 
 
 @dataclass(frozen=True)
-class Rcp(Commanded):
-    """Asks for an advantage (RCP-A), or for a return (RCP-R); what turned out better counts more."""
+class Rcp(ReturnConditioned):
+    """Reward-Conditioned Policies: actions conditioned on advantages (RCP-A) or returns (RCP-R)."""
 
-    command: Literal["to-go", "return", "advantage"] = "advantage"
+    command: Literal["return-to-go", "return", "advantage"] = "advantage"
     horizon: bool = False
     discount: float = 0.99
-    hold: bool = True
-    source: Literal["spread", "episode", "percentile", "peak"] = "percentile"
-    keep: Literal["best", "recent", "mixture"] = "recent"
-    capacity: Count = 200
-    draw: Literal["episodes", "moves"] = "moves"
+    replay: Episodes = field(default_factory=recent_transitions)
+    fixed_command: bool = True
+    command_source: Literal["uniform", "episode", "percentile", "maximum"] = "percentile"
     weighting: Literal["none", "exponential"] = "exponential"
-    shift: Numbers = (0.0,)
-    scale: Numbers = (1.0,)
+    command_shift: Numbers = (0.0,)
+    command_scale: Numbers = (1.0,)

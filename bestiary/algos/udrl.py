@@ -1,10 +1,10 @@
-"""Upside-Down RL: the return to reach and the time for it go in, the action comes out (Srivastava et al. 2019)."""
+"""Upside-Down RL (Srivastava et al. 2019): actions are predicted from a desired return-to-go and a desired horizon."""
 
 from dataclasses import dataclass
 
-from bestiary.algos.return_conditioned.learner import Commanded
+from bestiary.algos.return_conditioned import ReturnConditioned
 
 
 @dataclass(frozen=True)
-class Udrl(Commanded):
-    """Asks for what is still to be earned, and in how many moves; learns from the best episodes."""
+class Udrl(ReturnConditioned):
+    """Upside-Down RL: supervised learning of actions conditioned on desired return-to-go and horizon."""

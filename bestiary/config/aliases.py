@@ -19,20 +19,70 @@ class Removed(NamedTuple):
 KINDS: dict[str, str] = {}
 
 # kind (of today) -> {old field: new field (dotted where it is nested now), or Removed(value)}
+RETURN_CONDITIONED: dict[str, str | Removed] = {
+    "batch_size": "replay.batch_size",
+    "window": "replay.sequence_length",
+    "hold": "fixed_command",
+    "redraw": "resample_command",
+    "source": "command_source",
+    "top": "command_episodes",
+    "distinct": "distinct_returns",
+    "increment": "return_increment",
+    "percentile": "command_percentile",
+    "peak_every": "command_period",
+    "keep": "replay.keep",
+    "capacity": "replay.capacity",
+    "moves": "replay.max_transitions",
+    "best": "replay.best_episodes",
+    "latest": "replay.latest_episodes",
+    "best_share": "replay.best_fraction",
+    "draw": "replay.sample_by",
+    "adjust": "replay.start_state_baseline",
+    "cut_penalty": Removed(0.0),
+    "haste": "replay.length_penalty",
+    "weigh": "weight_by",
+    "ratio": "replay.updates_per_step",
+    "per": "replay.update_unit",
+    "warmup": "replay.warmup",
+    "shift": "command_shift",
+    "scale": "command_scale",
+    "smoothing": "label_smoothing",
+    "average": "ema_decay",
+    "sharpen": "max_inverse_temperature",
+    "sharpen_over": "inverse_temperature_steps",
+    "lr_last": "final_lr_fraction",
+    "critic_every": "critic_period",
+}
 FIELDS: dict[str, dict[str, str | Removed]] = {
+    "udrl": RETURN_CONDITIONED,
+    "rcp": RETURN_CONDITIONED,
     "evaluation": {"beside": "background"},
     "impala": {"trusted": "reference_run", "trusted_cost": "reference_kl_cost"},
     "ray": {"patience": "timeout", "replay_at": "replay_placement"},
 }
 
 # kind (of today) -> {field: {old value: new value}}, for choices that were renamed
-VALUES: dict[str, dict[str, dict[str, str]]] = {}
+RETURN_CONDITIONED_VALUES: dict[str, dict[str, str]] = {
+    "command": {"to-go": "return-to-go"},
+    "command_source": {"spread": "uniform", "peak": "maximum"},
+    "replay.sample_by": {"moves": "transitions"},
+    "replay.update_unit": {"move": "step"},
+    "weight_by": {"moves": "transitions"},
+    "critic": {"own": "separate"},
+}
+VALUES: dict[str, dict[str, dict[str, str]]] = {
+    "udrl": RETURN_CONDITIONED_VALUES,
+    "rcp": RETURN_CONDITIONED_VALUES,
+}
 
 # column of metrics.csv, evaluations.csv and episodes.csv, and key of `Update.metrics`: old name -> new name. A name
 # that ends in "_" stands for all names that begin with it.
 METRICS: dict[str, str] = {
+    "agreement": "accuracy",
     "asked": "desired_return",
     "asked_steps": "desired_horizon",
+    "effective_batch": "effective_batch_size",
+    "sharpest": "max_inverse_temperature",
     "games": "episodes",
     "game_frames": "episode_frames",
     "game_steps": "episode_length",
@@ -48,6 +98,9 @@ WEIGHTS: dict[str, str] = {
     "*.heard_k": "R_k",
     "*.heard_v": "R_v",
     "*.heard_beta": "r_beta",
+    "centre": "obs_mean",
+    "sharpest": "max_inverse_temperature",
+    "spans": "obs_std",
 }
 
 # entry of trainer.pt, or of replay.pt under "replay", by its dotted path: old path -> new last part. Lists add nothing
@@ -61,10 +114,14 @@ SNAPSHOTS: dict[str, str] = {
     "recent": "recent_scores",
     "row_at": "logged_at",
     "runtime.actor.asked": "episode_info",
+    "runtime.learner.peak": "max_advantage",
 }
 
 # nested dataclasses that old files do not have: (kind, field) -> the kind to write there
-NESTED: dict[tuple[str, str], str] = {}
+NESTED: dict[tuple[str, str], str] = {
+    ("udrl", "replay"): "episodes",
+    ("rcp", "replay"): "episodes",
+}
 
 
 def upgrade(data: dict[str, Any], where: str) -> dict[str, Any]:

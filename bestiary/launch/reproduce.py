@@ -112,7 +112,8 @@ def seconds_per_frame(experiment: Experiment) -> float:
             learning = time.perf_counter() - began
         steps, streams = trajectory.action.shape
         algo = experiment.algo
-        per_frame = getattr(algo, "ratio", 1 / (algo.batch_size * algo.unroll))
+        ratio = getattr(algo, "ratio", None) or getattr(getattr(algo, "replay", None), "updates_per_step", None)
+        per_frame = ratio or 1 / (getattr(algo, "batch_size", 1) * algo.unroll)
         return acting / ((steps - 1) * streams) + per_frame * learning
     finally:
         runtime.close()

@@ -23,21 +23,23 @@ BUILTIN: dict[str, dict[str, Any]] = {
     "lr": {"algo.optimizer.lr": {"low": 1e-5, "high": 1e-2, "log": True}},
     "udrl": {  # the space of Srivastava et al. 2019, who sampled 256 points at random
         "algo.head": {"choices": [[n, *m] for n in (32, 64) for m in ([], [n], [2 * n], [2 * n] * 2, [2 * n] * 3)]},
-        "algo.batch_size": {"choices": [512, 768, 1024, 1536, 2048]},
-        "algo.scale": {"choices": [[of_return, of_horizon] for of_return in SCALES for of_horizon in SCALES]},
-        "algo.top": {"choices": [25, 50, 75, 100]},
+        "algo.replay.batch_size": {"choices": [512, 768, 1024, 1536, 2048]},
+        "algo.command_scale": {"choices": [[of_return, of_horizon] for of_return in SCALES for of_horizon in SCALES]},
+        "algo.command_episodes": {"choices": [25, 50, 75, 100]},
         "algo.optimizer.lr": {"low": 1e-4, "high": 1e-2, "log": True},
-        "algo.per": {"choices": ["episode"]},
+        "algo.replay.update_unit": {"choices": ["episode"]},
         # updates per iteration / episodes per iteration: here updates follow every unroll, so only the ratio remains
-        "algo.ratio": {"choices": sorted({n / m for n in range(100, 301, 50) for m in (10, 20, 30, 40)})},
-        "algo.warmup": {"choices": [10, 30, 50]},
-        "algo.capacity": {"choices": [300, 400, 500, 600, 700]},
+        "algo.replay.updates_per_step": {
+            "choices": sorted({n / m for n in range(100, 301, 50) for m in (10, 20, 30, 40)})
+        },
+        "algo.replay.warmup": {"choices": [10, 30, 50]},
+        "algo.replay.capacity": {"choices": [300, 400, 500, 600, 700]},
     },
 }
 BUILTIN["udrl-repo"] = {  # the space of the published code: the same, with fewer choices, and the kind of command
-    **{name: entry for name, entry in BUILTIN["udrl"].items() if name != "algo.warmup"},
-    "algo.top": {"choices": [25, 75]},
-    "algo.command": {"choices": ["to-go", "return"]},
+    **{name: entry for name, entry in BUILTIN["udrl"].items() if name != "algo.replay.warmup"},
+    "algo.command_episodes": {"choices": [25, 75]},
+    "algo.command": {"choices": ["return-to-go", "return"]},
 }
 SEE_HELP = "`bestiary train PRESET --help` lists them"
 KEYS = ("low", "high", "log", "step", "choices")

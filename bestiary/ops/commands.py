@@ -1,4 +1,4 @@
-"""What commands are made of: what was still to come, what the best episodes were like, and how to weigh the rest."""
+"""Equations of return-conditioned policies: return-to-go, command distributions, exponential weights."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,66 +15,69 @@ Floats = NDArray[np.float64]
 
 
 @compiler()
-def to_go(
+def returns_to_go(
     reward: NDArray[np.float32],
-    first: NDArray[np.int64],
-    moves: NDArray[np.int64],
     start: NDArray[np.int64],
+    length: NDArray[np.int64],
+    first: NDArray[np.int64],
     window: int,
     discount: float,
 ) -> Floats:  # pragma: no cover - compiled
-    """What was still earned from each of `window` rows on, [window, B]; 0 outside the episode.
+    """Discounted return from each of `window` time steps to the end of the episode, [window, B]; 0 outside the episode.
 
-    reward: [rows] of many episodes one after the other; an episode's rows begin at `first`, and the reward of its
-    move t lies in row t + 1. `start`: the row of the episode with which the window begins, which may lie before it.
+    reward: [N], of many episodes one after the other. An episode of `length` transitions begins at `start`, and the
+    reward of its transition t is at start + t + 1. `first`: the time step with which the window begins, which may be
+    negative.
     """
-    out = np.zeros((window, len(first)))
-    for b in range(len(first)):
+    out = np.zeros((window, len(start)))
+    for b in range(len(start)):
         total = 0.0
-        for t in range(moves[b] - 1, max(start[b], 0) - 1, -1):
-            total = reward[first[b] + t + 1] + discount * total
-            if t < start[b] + window:
-                out[t - start[b], b] = total
+        for t in range(length[b] - 1, max(first[b], 0) - 1, -1):
+            total = reward[start[b] + t + 1] + discount * total
+            if t < first[b] + window:
+                out[t - first[b], b] = total
     return out
 
 
-def best(returns: Floats, count: int, distinct: bool = False) -> NDArray[np.int64]:
-    """Indices of the best, in that order; of equals the later first. distinct: equal returns count once."""
-    order = np.lexsort((-np.arange(len(returns)), -returns))
+def top_episodes(score: Floats, count: int, distinct: bool = False) -> NDArray[np.int64]:
+    """Indices of the highest scores, highest first; of equal scores the later one. distinct: only one of them."""
+    order = np.lexsort((-np.arange(len(score)), -score))
     if distinct:
-        _, at = np.unique(-returns[order], return_index=True)
+        _, at = np.unique(-score[order], return_index=True)
         order = order[np.sort(at)]
     return order[:count]
 
 
-class Aim(NamedTuple):
-    """Where commands are drawn from: one of `pool`, plus up to `spread`, plus normal noise."""
+class CommandDistribution(NamedTuple):
+    """A command is a row of `pool` chosen uniformly, plus U(0, spread), plus N(0, noise^2)."""
 
     pool: Tensor  # [K, W]
     spread: Tensor  # [W]
     noise: Tensor  # [W]
 
 
-def aim(pool: Floats, spread: Floats | float = 0.0, noise: Floats | float = 0.0) -> Aim:
+def command_distribution(
+    pool: Floats, spread: Floats | float = 0.0, noise: Floats | float = 0.0
+) -> CommandDistribution:
     pool = np.atleast_2d(pool)
-    wide = [np.broadcast_to(np.asarray(x, np.float64), pool.shape[1:]) for x in (spread, noise)]
-    return Aim(*(torch.from_numpy(np.array(x, np.float32)) for x in (pool, *wide)))
+    widened = [np.broadcast_to(np.asarray(x, np.float64), pool.shape[1:]) for x in (spread, noise)]
+    return CommandDistribution(*(torch.from_numpy(np.array(x, np.float32)) for x in (pool, *widened)))
 
 
-def reduce(command: Tensor, reward: Tensor, discount: float, most: float) -> Tensor:
-    """What is still to be done after a move, [B, W]: less by what it earned, and by one move where moves count.
+def next_command(command: Tensor, reward: Tensor, discount: float, max_return: float) -> Tensor:
+    """The command after a transition, [B, W]: desired return d <- (d - r) / discount, desired horizon h <- h - 1.
 
-    No more than `most` can be asked for, and never fewer moves than one.
+    The desired return is at most `max_return`, the desired horizon at least 1 (Srivastava et al. 2019).
     """
-    rest = ((command[:, 0] - reward) / discount).clamp(max=most)
-    left = (command[:, 1:] - 1).clamp(min=1)
-    return torch.cat([rest[:, None], left], 1)
+    desired_return = ((command[:, 0] - reward) / discount).clamp(max=max_return)
+    desired_horizon = (command[:, 1:] - 1).clamp(min=1)
+    return torch.cat([desired_return[:, None], desired_horizon], 1)
 
 
 def zscore(x: Tensor, valid: Tensor | None = None, moments: Callable[[Tensor], Moments] = moments) -> Tensor:
-    """How many standard deviations (of a sample) from the mean; 0 where all are alike.
+    """(x - mean) / standard deviation (of a sample) over valid entries; 0 where all are equal.
 
-    moments: of those that count; more may be known of than are here.
+    moments: computes both; with several learners over the entries of all of them.
     """
     number, mean, std = moments(x.flatten() if valid is None else x[valid])
     if number < 2:
@@ -83,12 +86,12 @@ def zscore(x: Tensor, valid: Tensor | None = None, moments: Callable[[Tensor], M
 
 
 def exponential_weight(z: Tensor, beta: float, cap: float) -> Tensor:
-    """exp(z / beta), but no more than `cap`."""
+    """min(exp(z / beta), cap), as in advantage-weighted regression (Peng et al. 2019)."""
     return (z / beta).exp().clamp(max=cap)
 
 
-def less_start(returns: Floats, start: Floats, ridge: float = 1.0) -> Floats:
-    """Returns less what a linear fit on the first observation, [E, D], says of them: luck at the start is no merit."""
+def subtract_start_baseline(returns: Floats, start: Floats, ridge: float = 1.0) -> Floats:
+    """Returns minus a linear fit (ridge regression) on the first observations [E, D], to remove the start's luck."""
     x = start - start.mean(0)
     x = x / np.maximum(x.std(0), 1e-6)
     y = returns - returns.mean()

@@ -1,8 +1,8 @@
 """Upside-Down RL and Reward-Conditioned Policies on LunarLander: as published, as in the public code, and ours.
 
-The public code counts epochs of twenty episodes; updates per episode are what its updates per epoch come to. Of every
-twenty episodes it keeps one for validation; here all are learnt from. Its worst episode is cut where the buffer ends;
-here it goes as a whole.
+The public code alternates between twenty episodes and a number of updates: here these are updates per episode. It
+keeps one episode in twenty for validation: here all are trained on. It cuts its worst episode where the buffer ends:
+here that episode is dropped as a whole.
 """
 
 from dataclasses import replace
@@ -14,28 +14,28 @@ from bestiary.cores import Ff
 from bestiary.envs import LunarLander
 from bestiary.nets import Mlp, Net
 from bestiary.nets.optim import Adam, AdamW
+from bestiary.replay.episodes import Episodes
 from bestiary.runtime.config import Local
 
-RAW = Net(encoder=Mlp(num_layers=0), prev_action=False, prev_reward=False)  # the eight numbers as they are
+RAW = Net(encoder=Mlp(num_layers=0), prev_action=False, prev_reward=False)  # no encoder
+
+BEST_EPISODES = Episodes(
+    batch_size=768, capacity=500, updates_per_step=5, update_unit="episode", warmup=50, keep="best"
+)
 
 udrl_paper = Experiment(
     env=LunarLander(),
     algo=Udrl(
-        batch_size=768,
-        source="spread",
-        top=75,
+        replay=BEST_EPISODES,
+        command_source="uniform",
+        command_episodes=75,
         max_return=320.0,
-        keep="best",
-        capacity=500,
-        ratio=5,
-        per="episode",
-        warmup=50,
         network="gate",
         head=(32, 128, 128, 128),
-        scale=(0.025, 0.01),
+        command_scale=(0.025, 0.01),
         grad_norm=None,
         optimizer=Adam(lr=3.5e-4),
-        lr_last=1.0,
+        final_lr_fraction=1.0,
     ),
     core=Ff(),
     net=RAW,
@@ -48,11 +48,14 @@ udrl_repo = replace(
     udrl_paper,
     algo=replace(
         udrl_paper.algo,
-        distinct=True,
-        capacity=100_000,
-        moves=100_000,
-        draw="moves",  # an episode of hovering counts as much as ten landings
-        warmup=70,
+        replay=replace(
+            BEST_EPISODES,
+            capacity=100_000,
+            max_transitions=100_000,
+            sample_by="transitions",  # an episode of hovering counts as much as ten landings
+            warmup=70,
+        ),
+        distinct_returns=True,
         grad_norm=100.0,
     ),
 )
@@ -60,21 +63,24 @@ udrl_repo = replace(
 rcp_r_repo = replace(
     udrl_paper,
     algo=Rcp(
-        batch_size=256,
-        command="to-go",  # learnt as what is still to come, but held as it was at the start
-        hold=True,
-        source="peak",
-        keep="recent",
-        capacity=100_000,
-        moves=100_000,
-        ratio=50,
-        per="episode",
-        warmup=70,
+        replay=Episodes(
+            batch_size=256,
+            capacity=100_000,
+            max_transitions=100_000,
+            updates_per_step=50,
+            update_unit="episode",
+            warmup=70,
+            keep="recent",
+            sample_by="transitions",
+        ),
+        command="return-to-go",  # the label is the return-to-go, but the command stays the return of the first step
+        fixed_command=True,
+        command_source="maximum",
         network="gates",
         head=(64, 64),
         grad_norm=100.0,
         optimizer=Adam(lr=1e-3),
-        lr_last=1.0,
+        final_lr_fraction=1.0,
     ),
     frames=4_000_000,
 )
@@ -84,10 +90,10 @@ rcp_a_repo = replace(
     algo=replace(
         rcp_r_repo.algo,
         command="advantage",
-        redraw=True,
+        resample_command=True,
         critic="joint",
         critic_head=(128, 64),
-        critic_every=5,
+        critic_period=5,
         value_scale=1.0,
     ),
 )
@@ -95,17 +101,22 @@ rcp_a_repo = replace(
 # -- ours -------------------------------------------------------------------------------------------------------------
 
 rcp_a = Experiment(
-    env=LunarLander(backend="envpool"),  # a shorter limit makes hovering pay
+    env=LunarLander(backend="envpool"),  # a shorter time limit makes hovering pay
     algo=Rcp(
+        replay=Episodes(
+            capacity=200,
+            max_transitions=60_000,  # 200 episodes of hovering would leave room for nothing better for too long
+            warmup=200,
+            keep="recent",
+            sample_by="transitions",
+        ),
         discount=0.999,
         beta=0.5,
-        moves=60_000,  # of two hundred episodes that hover it would be too long before anything better is all there is
-        warmup=200,
         normalise=True,
-        smoothing=0.01,
-        average=0.995,
-        sharpen=1.6,  # more of it, and all moves soon look alike: it lands ever less safely
-        sharpen_over=1_000_000,
+        label_smoothing=0.01,
+        ema_decay=0.995,
+        max_inverse_temperature=1.6,  # with more, episodes soon look alike, and landings become ever less safe
+        inverse_temperature_steps=1_000_000,
         optimizer=AdamW(lr=1e-3),
     ),
     core=Ff(),
@@ -115,37 +126,38 @@ rcp_a = Experiment(
     evaluation=Evaluation(every=250_000, episodes=50),
 )
 
-TOLD: dict[str, Any] = {  # a whole return and the moves for it, learnt from the best of what is recent
-    "command": "return",  # what is left of it, after good or bad luck, may be something that was never seen from there
+WHOLE_RETURN: dict[str, Any] = {  # conditioned on the episode's return and the horizon
+    "replay": Episodes(
+        capacity=350,  # few, so that episodes that were good a while ago do not hold the agent back
+        updates_per_step=1 / 32,
+        warmup=200,
+        keep="mixture",
+        best_episodes=70,
+        latest_episodes=70,
+        start_state_baseline=True,
+    ),
+    "command": "return",  # a return-to-go, after good or bad luck, may be one that was never seen from that state
     "horizon": True,
     "discount": 1.0,
-    "hold": False,
-    "source": "episode",
-    "top": 25,
+    "fixed_command": False,
+    "command_source": "episode",
+    "command_episodes": 25,
     "max_return": 320.0,
-    "keep": "mixture",
-    "capacity": 350,  # few, so that what was good a while ago does not hold it back
-    "best": 70,
-    "latest": 70,
-    "draw": "episodes",
-    "adjust": True,
-    "ratio": 1 / 32,
-    "warmup": 200,
-    "shift": (100.0, 150.0),
-    "scale": (1 / 100, 1 / 150),
+    "command_shift": (100.0, 150.0),
+    "command_scale": (1 / 100, 1 / 150),
     "normalise": True,
-    "smoothing": 0.03,
-    "average": 0.995,
-    "sharpen": 1.15,  # with more it became sure before it was good, with none it hovered for long
-    "sharpen_over": 1_500_000,
+    "label_smoothing": 0.03,
+    "ema_decay": 0.995,
+    "max_inverse_temperature": 1.15,  # with more the policy became deterministic too early; with 1 it hovered for long
+    "inverse_temperature_steps": 1_500_000,
     "optimizer": AdamW(lr=1e-3),
 }
 
 udrl = replace(
     rcp_a,
-    algo=Udrl(**TOLD),
+    algo=Udrl(**WHOLE_RETURN),
     frames=3_000_000,
-    # a little less, and with more time for it, than the episodes that were best: it lands more safely
+    # a little less return, and more time, than the best episodes had: the agent lands more safely
     evaluation=replace(rcp_a.evaluation, command=(290.0, 400.0)),
 )
 
@@ -153,9 +165,9 @@ udrl_sparse = replace(udrl, env=replace(udrl.env, sparse=True))
 
 rcp_r = replace(
     udrl,
-    # what was better counts more, and of two that land the quicker is better: less hovering on the way there
-    algo=Rcp(**TOLD, beta=4.0, haste=0.1),
+    # better episodes weigh more, and of two that land the quicker one is better: less hovering during training
+    algo=Rcp(**WHOLE_RETURN | {"replay": replace(WHOLE_RETURN["replay"], length_penalty=0.1)}, beta=4.0),
     frames=4_000_000,
-    # it goes up and down by more than fifty games can tell
+    # the score varies by more than fifty episodes can resolve
     evaluation=replace(udrl.evaluation, every=125_000, episodes=100, command=(290.0, 300.0)),
 )

@@ -1,8 +1,8 @@
-"""Whole episodes, kept for what they earned: the best, the latest, or some of both."""
+"""A replay of whole episodes, ranked by return: it keeps and samples the best, the latest, or a mixture of both."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -11,162 +11,182 @@ from torch import Tensor
 
 from bestiary import tree
 from bestiary.config.machine import check_memory
+from bestiary.config.schema import Count
 from bestiary.errors import UserError
-from bestiary.ops.commands import Aim, Floats, best, less_start, to_go
+from bestiary.ops.commands import CommandDistribution, Floats, returns_to_go, subtract_start_baseline, top_episodes
 from bestiary.replay.base import row_bytes
-from bestiary.replay.ring_buffer import Drawn, RateLimiter, room
+from bestiary.replay.critic_refresh import CriticLabels, CriticRefresh
+from bestiary.replay.episode_storage import (
+    EpisodeStorage,
+    EpisodeTable,
+    Ints,
+    concatenated_ranges,
+    from_plain,
+    sample_episodes,
+    to_plain,
+)
+from bestiary.replay.ring_buffer import Drawn, RateLimiter
 from bestiary.seeding import REPLAY, derive
-from bestiary.types import Batch, Snapshot, Spec, State, TimeStep, Trajectory, ValueTargets
-
-Ints = NDArray[np.int64]
-SURVEYED = 32_768  # rows of one part of a survey
+from bestiary.types import Batch, Snapshot, Spec, State, Trajectory, ValueTargets
 
 
-class Held(NamedTuple):
-    """A table of the episodes held, in order of arrival."""
+@dataclass(frozen=True)
+class Episodes:
+    """A replay of whole episodes: which ones are kept and how they are sampled."""
 
-    number: Ints  # never repeats
-    first: Ints  # row where it lies
-    moves: Ints
-    earned: Floats  # undiscounted
-    begun: Floats  # discounted, from its first move
-    cut: NDArray[np.bool_]  # by a time limit, before it was over
-    merit: Floats  # by which it is ranked and weighed: what it earned, or how much more than its start promised
+    batch_size: int = 256
+    """batch size in transitions (Srivastava et al. 2019: 768)"""
+    capacity: Count = 1_000
+    """replay capacity in episodes (Srivastava et al. 2019: 300 to 700)"""
+    updates_per_step: float = 1 / 64
+    """gradient updates per environment step, or per episode (see update-unit)"""
+    warmup: int = 50
+    """episodes collected with a uniformly random policy before the first update (Srivastava et al. 2019: 10 to 50)"""
+    keep: Literal["best", "recent", "mixture"] = "mixture"
+    """episodes that are kept and sampled: the best ever (UDRL), the most recent (RCP), or the most recent with a part
+    of each batch from their best"""
+    sample_by: Literal["episodes", "transitions"] = "episodes"
+    """sampled uniformly: episodes, or transitions, so that an episode counts in proportion to its length"""
+    best_episodes: int = 200
+    """episodes that count as best in a mixture"""
+    latest_episodes: int = 200
+    """episodes that count as latest in a mixture"""
+    best_fraction: float = 0.7
+    """fraction of a batch that a mixture samples from its best episodes; the rest is from its latest"""
+    start_state_baseline: bool = False
+    """rank and weigh episodes by return minus a linear fit on the first observation; for vector observations"""
+    length_penalty: float = 0.0
+    """points by which an episode's rank score is lower for each of its steps, so that quicker episodes are preferred"""
+    sequence_length: int | None = None
+    """consecutive transitions per sample; None: 1, or whole episodes for agents with a recurrent core"""
+    max_transitions: Count | None = None
+    """replay capacity in transitions, besides that in episodes; None: no limit"""
+    update_unit: Literal["step", "episode"] = "step"
+    """what updates-per-step counts: environment steps or episodes"""
 
-    def __getitem__(self, at: Any) -> "Held":  # type: ignore[override]
-        return Held(*(column[at] for column in tuple(self)))  # type: ignore[arg-type]
-
-    @staticmethod
-    def none() -> "Held":
-        whole, real = np.zeros(0, np.int64), np.zeros(0)
-        return Held(whole, whole, whole, real, real, np.zeros(0, bool), real)
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise UserError(f"algo.replay.batch-size={self.batch_size} must be at least 1")
+        if self.sequence_length is not None and not 1 <= self.sequence_length <= self.batch_size:
+            raise UserError(
+                f"algo.replay.sequence-length={self.sequence_length} must lie between 1 and "
+                f"algo.replay.batch-size={self.batch_size}, or be None"
+            )
+        if self.updates_per_step <= 0:
+            raise UserError(f"algo.replay.updates-per-step={self.updates_per_step} must be positive")
+        if not self.length_penalty >= 0:
+            raise UserError(f"algo.replay.length-penalty={self.length_penalty} must be at least 0")
+        if not 0 <= self.best_fraction <= 1:
+            raise UserError(f"algo.replay.best-fraction={self.best_fraction} must lie in [0, 1]")
+        for name in ("capacity", "max_transitions", "warmup", "best_episodes", "latest_episodes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"algo.replay.{name.replace('_', '-')}={value} must be at least 1")
 
 
 class EpisodeReplay(Drawn):
-    """Rows of an episode lie one after the other in flat arrays, each once; what they promise is worked out when drawn.
+    """Episodes are stored once, as they were collected; returns-to-go and horizons are computed when they are sampled.
 
-    An episode of n moves has n + 1 rows. What a learner says of rows (`update`) is kept beside them; where that is
-    asked for (`survey`), episodes are drawn from only once something has been said of them.
+    With a critic, its value targets and advantages are stored with the transitions, and only episodes that have them
+    are sampled.
     """
 
     aligned = False
 
-    def __init__(self, cfg: "Episodes", seed: int, remembers: bool) -> None:
-        self.cfg = cfg
+    def __init__(self, builder: "EpisodesBuilder", seed: int, recurrent: bool) -> None:
+        self.builder, self.cfg = builder, builder.cfg
+        cfg = self.cfg
         self.seed = derive(seed, REPLAY)
-        self.window = 1 if cfg.window is None and not remembers else cfg.window
-        self.rate_limiter = RateLimiter(cfg.ratio, 0)
-        self.held = Held.none()
-        self.begins: Floats = np.zeros((0, 0))  # first observations, where merit depends on them
-        self.rows: Any = None  # tree of [room, ...]
-        self.used = 0  # rows written, of episodes held or not
+        self.sequence_length = 1 if cfg.sequence_length is None and not recurrent else cfg.sequence_length
+        self.rate_limiter = RateLimiter(cfg.updates_per_step, 0)
+        self.table = EpisodeTable.empty()
+        self.storage = EpisodeStorage()
+        self.labels = None if builder.critic_refresh is None else CriticLabels(builder.critic_refresh)
+        self.start_obs: Floats = np.zeros((0, 0))  # first observations, where the rank score depends on them
         self.arrived = 0  # episodes, ever
-        self.open: list[list[Any]] = [[] for _ in range(cfg.streams)]  # rows of episodes under way, in parts
-        self.said = torch.zeros(0, 3)  # of each row: the learner's target, its label, and that as it was said
-        self.judged: Ints = np.zeros(0, np.int64)  # episodes of which something has been said
-        self.surveyed = -1  # updates when the last survey began
-        self.waiting: list[Ints] = []  # parts of a survey that are still to be given out
-        self._aim: Aim | None = None
+        self.unfinished: list[list[Any]] = [[] for _ in range(builder.streams)]  # parts of each stream's episode
+        self._distribution: CommandDistribution | None = None
 
-    # -- in ------------------------------------------------------------------------------------------
+    # -- add ---------------------------------------------------------------------------------------------------------
 
     def add(self, trajectory: Trajectory, stream: int = 0) -> None:
         t = tree.map(lambda x: x.cpu(), trajectory._replace(state=(), aux={}))
-        moves = len(t.action) - 1
-        version = t.version.expand(moves + 1, -1)
-        rows = (t.step, t.action, version)
+        steps = len(t.action) - 1
+        version = t.version.expand(steps + 1, -1)
+        arrays = (t.step, t.action, version)
         is_first = t.step.is_first.numpy()
         finished = 0
         for column in range(is_first.shape[1]):
             at = stream + column
             if is_first[0, column]:  # after an interruption other episodes begin here
-                self.open[at] = []
+                self.unfinished[at] = []
             start = 0
             for end in (*np.flatnonzero(is_first[1:, column]).tolist(), None):
-                stop = moves if end is None else end + 1
-                part = tree.map(lambda x, a=start, b=stop, s=column: x[a:b, s], rows)
+                stop = steps if end is None else end + 1
+                part = tree.map(lambda x, a=start, b=stop, s=column: x[a:b, s], arrays)
                 if stop > start:
-                    self.open[at].append(part)
+                    self.unfinished[at].append(part)
                 if end is not None:
-                    finished += self._close(at)
+                    finished += self._finish_episode(at)
                 start = stop
-        self.rate_limiter.add(finished if self.cfg.per == "episode" else int((~is_first[1:]).sum()))
+        self.rate_limiter.add(finished if self.cfg.update_unit == "episode" else int((~is_first[1:]).sum()))
         if finished:
-            self._rank()
+            self._rank_and_evict()
 
-    def _close(self, stream: int) -> int:
-        """An episode is over: keep it, if it is worth that."""
-        parts, self.open[stream] = self.open[stream], []
-        rows = tree.cat(parts)
-        step, *_ = rows
-        moves = len(step.reward) - 1
-        if moves < 1 or not step.is_first[0]:
+    def _finish_episode(self, stream: int) -> int:
+        """Store the episode that has ended in a stream. Returns 0 for one without transitions or without its start."""
+        parts, self.unfinished[stream] = self.unfinished[stream], []
+        episode = tree.cat(parts)
+        step, *_ = episode
+        length = len(step.reward) - 1
+        if length < 1 or not step.is_first[0]:
             return 0
         reward = step.reward.numpy()
-        at = np.zeros(1, np.int64)
-        begun = to_go(reward, at, np.array([moves]), at, 1, self.cfg.discount)[0, 0]
-        earned = float(reward[1:].sum(dtype=np.float64))
-        cut = not bool(step.is_terminal[-1])
-        new = (self.arrived, self._write(rows), moves, earned, begun, cut, earned)
+        zero = np.zeros(1, np.int64)
+        discounted = returns_to_go(reward, zero, np.array([length]), zero, 1, self.builder.discount)[0, 0]
+        episode_return = float(reward[1:].sum(dtype=np.float64))
+        truncated = not bool(step.is_terminal[-1])
+        start = self.storage.write(episode, self._compact)
+        self.table = self.table.append(
+            self.arrived, start, length, episode_return, discounted, truncated, episode_return
+        )
         self.arrived += 1
-        self.held = Held(*(np.append(column, x) for column, x in zip(self.held, new, strict=True)))
-        if self.cfg.adjust:
-            begins = step.obs[0].numpy().astype(np.float64)[None]
-            self.begins = begins if not len(self.begins) else np.concatenate([self.begins, begins])
+        if self.cfg.start_state_baseline:
+            obs = step.obs[0].numpy().astype(np.float64)[None]
+            self.start_obs = obs if not len(self.start_obs) else np.concatenate([self.start_obs, obs])
         return 1
 
-    def _write(self, rows: Any) -> int:
-        count = len(rows[1])
-        if self.rows is None:
-            self.rows = tree.map(lambda x: room(1024, x[0]), rows)
-        if self.used + count > len(self.rows[1]):
-            self._compact(count)
-        at = self.used
-        tree.map(lambda store, x: store[at : at + count].copy_(x), self.rows, rows)
-        self.used += count
-        return at
-
     def _compact(self, count: int) -> None:
-        """Rows of episodes that are held move together; where that does not leave as much room again, there is more."""
-        alive = concatenated(self.held.first, self.held.moves + 1)
-        size = len(self.rows[1])
-        while size < 2 * (len(alive) + count):
-            size *= 2
-        where = torch.from_numpy(alive)
+        """Move the time steps of held episodes together, and enlarge the storage until at least half of it is free."""
+        kept = concatenated_ranges(self.table.start, self.table.length + 1)
+        size = self.storage.size_for(len(kept) + count)
+        self.storage.compact(kept, size)
+        if self.labels is not None:
+            self.labels.compact(kept, size)
+        ends = np.cumsum(self.table.length + 1)
+        self.table = self.table._replace(start=ends - self.table.length - 1)
 
-        def move(store: Tensor) -> Tensor:
-            fresh = room(size, store[0])
-            fresh[: len(alive)] = store[where]
-            return fresh
-
-        self.rows = tree.map(move, self.rows)
-        if len(self.said):
-            self.said = move(self.said)
-        self.used = len(alive)
-        ends = np.cumsum(self.held.moves + 1)
-        self.held = self.held._replace(first=ends - self.held.moves - 1)
-
-    def _rank(self) -> None:
-        """Who stays, and what each is worth among those who do."""
-        cfg, held = self.cfg, self.held
-        merit = held.earned - cfg.cut_penalty * held.cut - cfg.haste * held.moves
-        if cfg.adjust and len(held.number) > self.begins.shape[1]:
-            merit = less_start(merit, self.begins)
-        order = best(merit, len(merit)) if cfg.keep == "best" else np.arange(len(merit))[::-1]
-        stays = order[: cfg.capacity]
-        if cfg.moves is not None:  # the first that no longer fits, and all after it, go
-            fits = np.cumsum(held.moves[stays]) <= cfg.moves
+    def _rank_and_evict(self) -> None:
+        """Compute the rank scores of all episodes, and drop those that do not fit."""
+        cfg, table = self.cfg, self.table
+        score = table.episode_return - cfg.length_penalty * table.length
+        if cfg.start_state_baseline and len(table.number) > self.start_obs.shape[1]:
+            score = subtract_start_baseline(score, self.start_obs)
+        order = top_episodes(score, len(score)) if cfg.keep == "best" else np.arange(len(score))[::-1]
+        kept = order[: cfg.capacity]
+        if cfg.max_transitions is not None:  # the first that does not fit goes, and all after it
+            fits = np.cumsum(table.length[kept]) <= cfg.max_transitions
             fits[0] = True
-            stays = stays[: len(fits) if fits.all() else int(np.argmin(fits))]
-        stays = np.sort(stays)
-        self.held = held[stays]._replace(merit=merit[stays])
-        if cfg.adjust:
-            self.begins = self.begins[stays]
-        if cfg.survey is not None:
-            self.judged = np.intersect1d(self.judged, self.held.number, assume_unique=True)
-        self._aim = None
+            kept = kept[: len(fits) if fits.all() else int(np.argmin(fits))]
+        kept = np.sort(kept)
+        self.table = table.select(kept)._replace(rank_score=score[kept])
+        if cfg.start_state_baseline:
+            self.start_obs = self.start_obs[kept]
+        if self.labels is not None:
+            self.labels.keep(self.table)
+        self._distribution = None
 
-    # -- out -----------------------------------------------------------------------------------------
+    # -- sample ------------------------------------------------------------------------------------------------------
 
     def is_empty(self) -> bool:
         return self.arrived < max(1, self.cfg.warmup)
@@ -174,321 +194,185 @@ class EpisodeReplay(Drawn):
     def sample(self) -> Batch | None:
         if self.rate_limiter.due < 1 or self.is_empty():
             return None
-        survey = self._survey()
-        if survey is not None:
-            return survey
+        refresh = self._sample_for_critic()
+        if refresh is not None:
+            return refresh
         rng = self.next_draw()
         assert rng is not None
-        return self._windows(rng)
+        return self._sample_sequences(rng)
 
-    def _among(self) -> Held:
-        if self.cfg.survey is None or not self.cfg.survey.whole:
-            return self.held
-        return self.held[np.isin(self.held.number, self.judged, assume_unique=True)]
+    def _sample_for_critic(self) -> Batch | None:
+        """Episodes for which the critic is to compute targets, if a refresh is due or under way."""
+        labels, updates = self.labels, self.rate_limiter.batches
+        if labels is None:
+            return None
+        due = labels.is_due(updates)
+        if due:
+            labels.begin(updates, self.table)
+        if labels.cfg.store:
+            episodes = labels.next_part(self.table)
+            if episodes is None and labels.is_due(updates):  # all labelled episodes have gone meanwhile
+                return self._sample_for_critic()
+            first = None if episodes is None else np.zeros_like(episodes.start)
+        else:
+            episodes, first = self._sample_ends(labels.cfg.episodes) if due else (None, None)
+        if episodes is None or first is None:
+            return None
+        t = self.storage.gather(episodes, first, int((episodes.length - first).max()) + 1)
+        return Batch(t, keys=torch.from_numpy(episodes.number), about={"critic_refresh": torch.ones(())})
 
-    def _choose(self, held: Held, rng: np.random.Generator, count: int) -> Ints:
-        """Which episodes to draw from, as places in the table."""
+    def _sample_ends(self, count: int) -> tuple[EpisodeTable, Ints]:
+        """A few episodes, each from a random transition on, so that all transitions are equally likely starts."""
+        rng = np.random.Generator(np.random.Philox(key=[self.seed, (1 << 40) + self.rate_limiter.batches]))
+        everything = np.arange(len(self.table.number))
+        episodes = self.table.select(sample_episodes(self.table, everything, rng, count, "transitions"))
+        return episodes, (rng.random(count) * episodes.length).astype(np.int64)
+
+    def _sampleable(self) -> EpisodeTable:
+        return self.table if self.labels is None else self.labels.labelled_episodes(self.table)
+
+    def _choose(self, table: EpisodeTable, rng: np.random.Generator, count: int) -> Ints:
+        """Indices of sampled episodes."""
         cfg = self.cfg
-        # of whole episodes all moves are shown: to draw those by their moves would count the long ones twice
-        by, extra = ("episodes", 0) if self.window is None else (cfg.draw, self.window - 1)
+        # of whole episodes all transitions are shown: sampled by transitions, long ones would count twice
+        whole = self.sequence_length is None
+        by, extra = ("episodes", 0) if whole else (cfg.sample_by, (self.sequence_length or 1) - 1)
         if cfg.keep == "mixture":
-            ranked = best(held.merit, cfg.best)
-            newest = np.arange(max(0, len(held.number) - cfg.latest), len(held.number))
-            of_best = rng.random(count) < cfg.best_share
-            return np.where(of_best, *(pick(held, among, rng, count, by, extra) for among in (ranked, newest)))
-        return pick(held, np.arange(len(held.number)), rng, count, by, extra)
+            best = top_episodes(table.rank_score, cfg.best_episodes)
+            latest = np.arange(max(0, len(table.number) - cfg.latest_episodes), len(table.number))
+            from_best = rng.random(count) < cfg.best_fraction
+            samples = (sample_episodes(table, among, rng, count, by, extra) for among in (best, latest))
+            return np.where(from_best, *samples)
+        return sample_episodes(table, np.arange(len(table.number)), rng, count, by, extra)
 
-    def _windows(self, rng: np.random.Generator) -> Batch:
-        cfg, held = self.cfg, self._among()
-        if self.window is None:
-            count = max(1, round(cfg.batch_size / held.moves.mean()))
-            chosen = held[self._choose(held, rng, count)]
-            window, start = int(chosen.moves.max()), np.zeros(count, np.int64)
+    def _sample_sequences(self, rng: np.random.Generator) -> Batch:
+        cfg, burn_in, discount, table = self.cfg, self.builder.burn_in, self.builder.discount, self._sampleable()
+        if self.sequence_length is None:
+            count = max(1, round(cfg.batch_size / table.length.mean()))
+            episodes = table.select(self._choose(table, rng, count))
+            window, first = int(episodes.length.max()), np.zeros(count, np.int64)
         else:
-            window, count = self.window, max(1, cfg.batch_size // self.window)
-            chosen = held[self._choose(held, rng, count)]
-            # every move is as likely to be in a window as any other
-            start = (rng.random(count) * (chosen.moves + window - 1)).astype(np.int64) - (window - 1)
-        t = self._gather(chosen, start - cfg.burn_in, cfg.burn_in + window)
-        move = start + np.arange(window)[:, None]
-        valid = (move >= 0) & (move < chosen.moves)
-        reward = self.rows[0].reward.numpy()
-        ahead = to_go(reward, chosen.first, chosen.moves, start, window, cfg.discount)
-        aux = {
-            "valid": valid,
-            "to_go": ahead,
-            "horizon": np.where(valid, chosen.moves - move, 1),
-            "earned": np.broadcast_to(chosen.earned, valid.shape),
-            "merit": np.broadcast_to(chosen.merit, valid.shape),
+            window, count = self.sequence_length, max(1, cfg.batch_size // self.sequence_length)
+            episodes = table.select(self._choose(table, rng, count))
+            # sequences may begin before the episode, so that every transition is equally likely to be in one
+            first = (rng.random(count) * (episodes.length + window - 1)).astype(np.int64) - (window - 1)
+        t = self.storage.gather(episodes, first - burn_in, burn_in + window)
+        number = first + np.arange(window)[:, None]  # of each transition in its episode
+        valid = (number >= 0) & (number < episodes.length)
+        to_go = returns_to_go(self.storage.reward, episodes.start, episodes.length, first, window, discount)
+        numbers = {
+            "return_to_go": to_go,
+            "horizon": np.where(valid, episodes.length - number, 1),
+            "episode_return": np.broadcast_to(episodes.episode_return, valid.shape),
+            "rank_score": np.broadcast_to(episodes.rank_score, valid.shape),
         }
-        told = {k: torch.from_numpy(np.array(x, bool if k == "valid" else np.float32)) for k, x in aux.items()}
-        if cfg.survey is not None and cfg.survey.whole:
-            row = chosen.first + np.clip(move, 0, chosen.moves)
-            target, advantage, _ = self.said[torch.from_numpy(row)].unbind(-1)
-            told |= {"target": target, "advantage": advantage}
-        return Batch(t._replace(aux=told), about=self.aim()._asdict())
+        aux = {"valid": torch.from_numpy(valid)}
+        aux |= {name: torch.from_numpy(np.array(x, np.float32)) for name, x in numbers.items()}
+        if self.labels is not None and self.labels.cfg.store:
+            target, advantage = self.labels.at(episodes.start + np.clip(number, 0, episodes.length))
+            aux |= {"value_target": target, "advantage": advantage}
+        return Batch(t._replace(aux=aux), about=self.command_distribution()._asdict())
 
-    def _gather(self, chosen: Held, start: Ints, rows: int) -> Trajectory:
-        """Rows from `start` of each episode on. Those before its first and after its last are episodes of one row."""
-        wanted = start + np.arange(rows)[:, None]
-        inside = np.clip(wanted, 0, chosen.moves)
-        at = torch.from_numpy(chosen.first + inside)
-        step, action, version = tree.map(lambda store: store[at], self.rows)
-        outside = torch.from_numpy(wanted != inside)
-        step = step._replace(is_first=step.is_first | outside)
-        return Trajectory(step, action, {}, (), version[0])
+    def command_distribution(self) -> CommandDistribution:
+        """The distribution of commands that the algorithm derives from the episodes held."""
+        if self._distribution is None:
+            table = self._sampleable()
+            self._distribution = self.builder.command_distribution(table, self._labels_of_transitions(table))
+        return self._distribution
 
-    def aim(self) -> Aim:
-        """Where commands come from now."""
-        if self._aim is None:
-            among = self._among()
-            self._aim = self.cfg.aim(among, self._reached(among))
-        return self._aim
-
-    def _reached(self, among: Held) -> NDArray[Any]:
-        """By all moves there are: what was said of them, or what they still earned; empty where nobody asks."""
-        if len(self.said):
-            return self.said[:, 1].numpy()[concatenated(among.first, among.moves)]
-        if not self.cfg.by_move or not len(among.number):
+    def _labels_of_transitions(self, table: EpisodeTable) -> NDArray[Any]:
+        """Of all transitions: the critic's advantages, or returns-to-go; empty where neither is used."""
+        if self.labels is not None and len(self.labels.values):
+            return self.labels.advantages(table)
+        if not self.builder.needs_returns_to_go or not len(table.number):
             return np.zeros(0)
-        longest = int(among.moves.max())
-        start = np.zeros_like(among.first)
-        ahead = to_go(self.rows[0].reward.numpy(), among.first, among.moves, start, longest, self.cfg.discount)
-        return ahead[np.arange(longest)[:, None] < among.moves]
+        longest, first = int(table.length.max()), np.zeros_like(table.start)
+        to_go = returns_to_go(self.storage.reward, table.start, table.length, first, longest, self.builder.discount)
+        return to_go[np.arange(longest)[:, None] < table.length]
 
-    # -- what a learner says of rows -------------------------------------------------------------------
-
-    def _survey(self) -> Batch | None:
-        """Episodes for a critic to judge, all or a few, if that is due."""
-        survey = self.cfg.survey
-        if survey is None:
-            return None
-        due = self.surveyed < 0 or self.rate_limiter.batches - self.surveyed >= survey.every
-        gone = survey.whole and not len(self.judged)  # short episodes may come and go between two surveys
-        if not self.waiting and (due or gone):
-            self.surveyed = self.rate_limiter.batches
-            self.waiting = self._parts() if survey.whole else [np.zeros(0, np.int64)]
-        if not self.waiting:
-            return None
-        numbers, self.waiting = self.waiting[0], self.waiting[1:]
-        if survey.whole:
-            chosen, start = self.held[np.isin(self.held.number, numbers)], 0
-            if not len(chosen.number):
-                if not self.waiting and len(self.judged):  # nobody will speak of this part, so it was the last
-                    self._standardise()
-                return self._survey()
-        else:
-            rng = np.random.Generator(np.random.Philox(key=[self.seed, (1 << 40) + self.rate_limiter.batches]))
-            chosen = self.held[pick(self.held, np.arange(len(self.held.number)), rng, survey.episodes, "moves")]
-            start = (rng.random(survey.episodes) * chosen.moves).astype(np.int64)
-        t = self._gather(chosen, np.zeros_like(chosen.first) + start, int((chosen.moves - start).max()) + 1)
-        return Batch(t, keys=torch.from_numpy(chosen.number), about={"critic_refresh": torch.ones(())})
-
-    def _parts(self) -> list[Ints]:
-        """All episodes, by their length so that little is padded, in parts that fit into memory."""
-        order = np.argsort(self.held.moves, kind="stable")
-        parts, begin = [], 0
-        for end in range(len(order)):
-            if (self.held.moves[order[end]] + 1) * (end - begin + 1) > SURVEYED and end > begin:
-                parts.append(self.held.number[order[begin:end]])
-                begin = end
-        return [*parts, self.held.number[order[begin:]]]
+    # -- the learner's answers ---------------------------------------------------------------------------------------
 
     def update_priorities(self, keys: Tensor, priorities: Tensor) -> None:
         raise AssertionError("a replay of episodes has no priorities")
 
     def set_value_targets(self, keys: Tensor, targets: ValueTargets) -> None:
-        """Store a critic's targets and advantages with the transitions of whole episodes."""
-        if len(self.said) < len(self.rows[1]):
-            grown = torch.zeros(len(self.rows[1]), 3)
-            grown[: len(self.said)] = self.said
-            self.said = grown
-        said = torch.stack(targets).cpu()
-        place = {int(number): i for i, number in enumerate(self.held.number)}
-        at = np.array([place.get(int(key), -1) for key in keys])  # -1: it has made room for others meanwhile
-        here = np.flatnonzero(at >= 0)
-        moves, first = self.held.moves[at[here]], self.held.first[at[here]]
-        column = np.repeat(here, moves)
-        row = concatenated(np.zeros_like(moves), moves)
-        into = torch.from_numpy(concatenated(first, moves))
-        target, label = said[:, torch.from_numpy(row), torch.from_numpy(column)]
-        self.said[into] = torch.stack([target, label, label], -1)
-        self.judged = np.union1d(self.judged, self.held.number[at[here]])
-        if not self.waiting:
-            self._standardise()
-        self._aim = None
+        assert self.labels is not None
+        self.labels.store(keys, targets, self.table, self.storage.size)
+        self._distribution = None
 
-    def _standardise(self) -> None:
-        """Labels in standard deviations of all that is held here; of several replays, each by itself.
-
-        From labels as they were said, so that it may be done again: parts that were given out may still be unanswered.
-        """
-        assert self.cfg.survey is not None
-        among = self._among()
-        rows = torch.from_numpy(concatenated(among.first, among.moves))
-        raw = self.said[rows, 2]
-        z = (raw - raw.mean()) / raw.std(correction=0).clamp(min=1e-6)
-        self.said[rows, 1] = z.clamp(-self.cfg.survey.clip, self.cfg.survey.clip)
-
-    # -- books and checkpoints -----------------------------------------------------------------------
+    # -- metrics and checkpoints -------------------------------------------------------------------------------------
 
     @property
     def bytes(self) -> int:
-        return 0 if self.rows is None else self.used * tree.size(self.rows) // len(self.rows[1])
+        return self.storage.bytes
 
     def metrics(self) -> dict[str, float]:
+        table = self.table
         return self.rate_limiter.metrics() | {
-            "replay_episodes": len(self.held.number),
-            "replay_rows": int((self.held.moves + 1).sum()),
-            "replay_return": float(self.held.earned.mean()) if len(self.held.number) else 0.0,
-            "replay_length": float(self.held.moves.mean()) if len(self.held.number) else 0.0,
+            "replay_episodes": len(table.number),
+            "replay_rows": int((table.length + 1).sum()),
+            "replay_return": float(table.episode_return.mean()) if len(table.number) else 0.0,
+            "replay_length": float(table.length.mean()) if len(table.number) else 0.0,
         }
 
-    def state_dict(self) -> Snapshot:
+    def state_dict(self) -> Snapshot:  # keys as in checkpoints of 0.1
+        used = self.storage.used
         state: Snapshot = self.rate_limiter.state_dict() | {
-            "streams": self.cfg.streams,
-            "open": [[tree.map(torch.clone, _plain(part)) for part in parts] for parts in self.open],
-            "held": [torch.from_numpy(column) for column in self.held],
-            "begins": torch.from_numpy(self.begins),
+            "streams": self.builder.streams,
+            "open": [[tree.map(torch.clone, to_plain(part)) for part in parts] for parts in self.unfinished],
+            "held": [torch.from_numpy(column) for column in self.table],
+            "begins": torch.from_numpy(self.start_obs),
             "arrived": self.arrived,
-            "used": self.used,
-            "said": self.said[: self.used].clone(),
-            "judged": torch.from_numpy(self.judged),
-            "surveyed": self.surveyed,
-            "waiting": [torch.from_numpy(part) for part in self.waiting],
+            "used": used,
         }
-        if self.rows is not None:
-            state["rows"] = _plain(tree.map(lambda x: x[: self.used].clone(), self.rows))
-        return state
+        if self.storage.arrays is not None:
+            state["rows"] = to_plain(tree.map(lambda x: x[:used].clone(), self.storage.arrays))
+        return state | ({} if self.labels is None else self.labels.state_dict(used))
 
     def load_state_dict(self, state: Snapshot) -> None:
         self.rate_limiter.load_state_dict(state)
-        self.held = Held(*(column.clone().numpy() for column in state["held"]))
-        self.begins = state["begins"].clone().numpy()
-        self.arrived, self.used, self.surveyed = state["arrived"], state["used"], state["surveyed"]
-        self.judged = state["judged"].clone().numpy()
-        self.waiting = [part.clone().numpy() for part in state["waiting"]]
+        self.table = EpisodeTable(*(column.clone().numpy() for column in state["held"]))
+        self.start_obs = state["begins"].clone().numpy()
+        self.arrived, self.storage.used = state["arrived"], state["used"]
         if "rows" in state:
-            self.rows = tree.map(torch.clone, _rich(state["rows"]))
-            self.said = state["said"].clone()  # as many as there are rows, or none
-        if state["streams"] == self.cfg.streams:  # else the episodes under way are lost
-            self.open = [[tree.map(torch.clone, _rich(part)) for part in parts] for parts in state["open"]]
+            self.storage.arrays = tree.map(torch.clone, from_plain(state["rows"]))
+        if self.labels is not None:
+            self.labels.load_state_dict(state)
+        if state["streams"] == self.builder.streams:  # else the unfinished episodes are lost
+            self.unfinished = [[tree.map(torch.clone, from_plain(part)) for part in parts] for parts in state["open"]]
         else:
             self.rate_limiter.latest = 0
-        self._aim = None
-
-
-def _plain(rows: Any) -> list[Any]:
-    """Named tuples are not saved as such."""
-    step, *rest = rows
-    return [tuple(step), *rest]
-
-
-def _rich(rows: list[Any]) -> Any:
-    step, *rest = rows
-    return (TimeStep(*step), *rest)
-
-
-def concatenated(first: Ints, count: Ints) -> Ints:
-    """[first[0], first[0] + 1, ... first[0] + count[0] - 1, first[1], ...]"""
-    before = np.cumsum(count) - count
-    return np.repeat(first - before, count) + np.arange(int(count.sum()))
-
-
-def pick(held: Held, among: Ints, rng: np.random.Generator, count: int, by: str, extra: int = 0) -> Ints:
-    """Some of `among`: any is as likely as any other, or any of their moves, and so many `extra` each."""
-    if by == "episodes":
-        return among[rng.integers(len(among), size=count)]
-    upto = np.cumsum(held.moves[among] + extra)
-    return among[np.searchsorted(upto, rng.random(count) * upto[-1], side="right")]
+        self._distribution = None
 
 
 @dataclass(frozen=True)
-class Survey:
-    """Episodes that a critic is shown now and then."""
+class EpisodesBuilder:
+    """The replay's settings and what the algorithm decides."""
 
-    every: int
-    """updates between two"""
-    whole: bool = True
-    """all there are, and what the critic says of their moves is kept; else the rests of a few, and it is not"""
-    episodes: int = 4
-    """where it is a few: so many"""
-    clip: float = 4.0
-    """labels lie within so many standard deviations"""
-
-
-@dataclass(frozen=True)
-class Episodes:
-    """Episodes and how they are drawn from."""
-
+    cfg: Episodes
     streams: int
-    """environments played at once"""
-    batch_size: int
-    """moves per sample"""
-    capacity: int
-    """episodes kept"""
-    moves: int | None
-    """and no more moves than these; None: as many as they have"""
-    keep: Literal["best", "recent", "mixture"]
-    best: int
-    latest: int
-    best_share: float
-    """of a sample from a mixture that comes from its best episodes; the rest is from its latest"""
-    draw: Literal["episodes", "moves"]
-    """which are equally likely"""
-    window: int | None
-    """moves in a row; None: 1, or whole episodes where something is remembered"""
-    burn_in: int
-    ratio: float
-    """updates per move, or per episode"""
-    per: Literal["move", "episode"]
-    warmup: int
-    """episodes before the first update"""
     discount: float
-    adjust: bool
-    """rank by how much more was earned than the first observation promised"""
-    cut_penalty: float
-    """points by which an episode that was cut short ranks lower"""
-    haste: float
-    """points by which it does so for each of its moves"""
-    aim: Callable[[Held, NDArray[Any]], Aim]
-    """where commands come from, given the episodes held and what their moves reached"""
-    by_move: bool = False
-    """it asks for that even where no critic says it: what was still to come"""
-    survey: Survey | None = None
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise UserError(f"algo.batch-size={self.batch_size} must be at least 1")
-        if self.window is not None and not 1 <= self.window <= self.batch_size:
-            raise UserError(
-                f"algo.window={self.window} must lie between 1 and algo.batch-size={self.batch_size}, or be None"
-            )
-        if self.burn_in < 0:
-            raise UserError(f"algo.burn-in={self.burn_in} must be at least 0")
-        if self.ratio <= 0:
-            raise UserError(f"algo.ratio={self.ratio} must be positive")
-        if self.capacity < 1 or (self.moves is not None and self.moves < 1):
-            raise UserError(f"algo.capacity={self.capacity} and algo.moves={self.moves} must be at least 1")
-        if self.warmup < 1:
-            raise UserError(f"algo.warmup={self.warmup} must be at least 1 episode: nothing can be learnt from none")
-        if not 0 <= self.best_share <= 1:
-            raise UserError(f"algo.best-share={self.best_share} must lie in [0, 1]")
-        if min(self.best, self.latest) < 1:
-            raise UserError(f"algo.best={self.best} and algo.latest={self.latest} must be at least 1")
+    burn_in: int  # time steps before a sequence that only refresh recurrent state or fill a frame stack
+    command_distribution: Callable[[EpisodeTable, NDArray[Any]], CommandDistribution]  # of episodes and their labels
+    needs_returns_to_go: bool = False  # the distribution depends on the returns-to-go of all transitions
+    critic_refresh: CriticRefresh | None = None
 
     def share(self, parts: int, learners: int = 1) -> Self:
-        moves = None if self.moves is None else max(1, self.moves // parts)
-        kept = {k: max(1, getattr(self, k) // parts) for k in ("capacity", "best", "latest", "warmup")}
-        return replace(self, moves=moves, ratio=self.ratio * learners, **kept)
+        names = ("capacity", "best_episodes", "latest_episodes", "warmup", "max_transitions")
+        limits = {name: getattr(self.cfg, name) for name in names}
+        divided = {name: None if limit is None else max(1, limit // parts) for name, limit in limits.items()}
+        return replace(self, cfg=replace(self.cfg, updates_per_step=self.cfg.updates_per_step * learners, **divided))
 
     def nbytes(self, spec: Spec, unroll: int = 0) -> int:
-        limits = (self.moves, None if spec.horizon is None else self.capacity * spec.horizon)
+        limits = (self.cfg.max_transitions, None if spec.horizon is None else self.cfg.capacity * spec.horizon)
         return min((limit for limit in limits if limit is not None), default=0) * row_bytes(spec)
 
     def build(self, seed: int, spec: Spec, state: State) -> EpisodeReplay:
-        if self.adjust and spec.is_image:
-            raise UserError(f"algo.adjust fits returns to first observations: {spec.name} shows pictures, not a vector")
-        check_memory(self.nbytes(spec), self.capacity)
-        memory = state[2:]  # what comes before is the command, and how boldly it is followed
-        return EpisodeReplay(self, seed, remembers=any(leaf.is_floating_point() for leaf in memory))
+        if self.cfg.start_state_baseline and spec.is_image:
+            raise UserError(
+                "algo.replay.start-state-baseline fits returns to first observations, which must be vectors: "
+                f"{spec.name} has images"
+            )
+        check_memory(self.nbytes(spec), self.cfg.capacity)
+        core_state = state[2:]  # the first two leaves are the command and the inverse temperature
+        return EpisodeReplay(self, seed, recurrent=any(leaf.is_floating_point() for leaf in core_state))

@@ -41,18 +41,18 @@ PARTS: dict[str, dict[str, list[str]]] = {
     "rcp-a": {
         "as it is": [],
         "games cut at 400 moves": ["--env.limit", "400"],
-        "all 200 episodes kept, however long": ["--algo.moves", "None"],
-        "episodes equally likely, not moves": ["--algo.draw", "episodes"],
+        "all 200 episodes kept, however long": ["--algo.replay.max-transitions", "None"],
+        "episodes equally likely, not moves": ["--algo.replay.sample-by", "episodes"],
         "observations as they are": ["--algo.no-normalise"],
-        "the network itself acts": ["--algo.average", "None"],
-        "50th percentile": ["--algo.percentile", "50"],
-        "sharpened by up to 2.5": ["--algo.sharpen", "2.5"],
+        "the network itself acts": ["--algo.ema-decay", "None"],
+        "50th percentile": ["--algo.command-percentile", "50"],
+        "sharpened by up to 2.5": ["--algo.max-inverse-temperature", "2.5"],
     },
     "udrl": {
         "as it is": [],
-        "mean return and mean length as command": ["--algo.source", "spread"],
-        "what is left of the return as command": ["--algo.command", "to-go"],
-        "the best 200 of the last 1000": ["--algo.capacity", "1000", "--algo.best", "200", "--algo.latest", "200"],
+        "mean return and mean length as command": ["--algo.command-source", "uniform"],
+        "what is left of the return as command": ["--algo.command", "return-to-go"],
+        "the best 200 of the last 1000": ["--algo.replay.capacity", "1000", "--algo.replay.best-episodes", "200", "--algo.replay.latest-episodes", "200"],
     },
 }
 

@@ -52,7 +52,10 @@ PARTS: dict[str, dict[str, list[str]]] = {
         "as it is": [],
         "mean return and mean length as command": ["--algo.command-source", "uniform"],
         "what is left of the return as command": ["--algo.command", "return-to-go"],
-        "the best 200 of the last 1000": ["--algo.replay.capacity", "1000", "--algo.replay.best-episodes", "200", "--algo.replay.latest-episodes", "200"],
+        "the best 200 of the last 1000": [
+            *("--algo.replay.capacity", "1000"),
+            *("--algo.replay.best-episodes", "200", "--algo.replay.latest-episodes", "200"),
+        ],
     },
 }
 

@@ -20,7 +20,7 @@ from helpers.settings import configure
 from bestiary import tree
 from bestiary.algos import AlgoConfig
 from bestiary.algos.base import Diverged, Learner
-from bestiary.algos.return_conditioned import CommandLearner, ReturnConditioned
+from bestiary.algos.return_conditioned import ReturnConditionedLearner, ReturnConditioned
 from bestiary.config.experiment import Experiment
 from bestiary.config.schema import kebab
 from bestiary.errors import UserError
@@ -144,7 +144,7 @@ def divide(batch: Batch, parts: int) -> list[Batch]:
 def learn(collective: Distributed, case: Any, spec: Spec, batches: list[Batch]) -> dict[str, Any]:
     learner = new_learner(experiment_of(case), spec, seed=collective.rank)  # different initial weights
     collective.broadcast_state(learner)
-    joint = isinstance(learner, CommandLearner) and learner.cfg.critic == "joint"
+    joint = isinstance(learner, ReturnConditionedLearner) and learner.cfg.critic == "joint"
     mine = [part_of(batch, collective, joint) for batch in batches]
     return train_on(learner, [batch for batch in mine if batch is not None])
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from bestiary import tree
-from bestiary.algos.return_conditioned.learner import Commanded
+from bestiary.algos.base import FollowsCommands
 from bestiary.analysis.curves import unique
 from bestiary.config.extras import require
 from bestiary.config.machine import choose_device, cores, set_threads, tune_malloc
@@ -116,7 +116,7 @@ class RunPolicy:
 
     @property
     def sees_rewards(self) -> bool:
-        return self.experiment.net.prev_reward or isinstance(self.experiment.algo, Commanded)
+        return self.experiment.net.prev_reward or isinstance(self.experiment.algo, FollowsCommands)
 
 
 def check_comparable(tested: RunPolicy, reference: RunPolicy) -> None:

@@ -20,7 +20,8 @@ from helpers.settings import configure
 from bestiary import tree
 from bestiary.algos import AlgoConfig
 from bestiary.algos.base import Diverged, Learner
-from bestiary.algos.return_conditioned import ReturnConditioned, ReturnConditionedLearner
+from bestiary.algos.return_conditioned import ReturnConditioned
+from bestiary.algos.return_conditioned.learner import ReturnConditionedLearner
 from bestiary.config.experiment import Experiment
 from bestiary.config.schema import kebab
 from bestiary.errors import UserError

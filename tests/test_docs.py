@@ -50,7 +50,8 @@ def test_a_command_in_a_document_is_understood(page, line):
     if "--help" in rest:
         return
     if verb == "train":
-        if rest and rest[0] in PRESETS and not any(part.startswith(("core:leaky", "env:repeat", "algo:actor-critic")) for part in rest):
+        plugins = ("core:leaky", "env:repeat", "algo:actor-critic")
+        if rest and rest[0] in PRESETS and not any(part.startswith(plugins) for part in rest):
             read(rest)
     elif verb == "eval" and rest:
         parse(Eval, rest, "bestiary eval", Eval(Path("RUN"), env=TMaze()))

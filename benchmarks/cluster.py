@@ -26,8 +26,9 @@ SWITCH, NET, PORT = "bst-switch", "10.201.0", 6379
 CORES = (2, 1, 2)  # of each host: the learner and one actor, one actor, two actors
 HOSTS = len(CORES)
 COMMANDS = {
-    "catch": "train catch --algo.batch-size 16 --frames 1G",
-    "recall": "train tmaze-r2d2 env:recall --env.delay 6 --algo.warmup 4000 --algo.capacity 100000 --frames 1G",
+    "catch": "train catch --algo.replay.batch-size 16 --frames 1G",
+    "recall": "train tmaze-r2d2 env:recall --env.delay 6 --frames 1G --algo.replay.warmup 4k --algo.replay.capacity "
+    "100k",
 }
 TIMEOUT = 10  # seconds
 

@@ -58,9 +58,14 @@ class Transitions(NamedTuple):
     valid: Tensor  # [T, B] False where step t+1 is the first of another episode
 
 
+def within_episode(is_first: Tensor) -> Tensor:
+    """[T+1, ...] -> [T, ...]: transition t stays in its episode, because step t+1 does not start another."""
+    return ~is_first[1:]
+
+
 def transitions(step: TimeStep, gamma: float) -> Transitions:
-    """Turn rows into transitions. The only place that shifts time."""
-    valid = ~step.is_first[1:]
+    """T+1 time steps as T transitions: with `within_episode` the only place that shifts rewards and flags in time."""
+    valid = within_episode(step.is_first)
     alive = valid & ~step.is_terminal[1:]
     return Transitions(step.reward[1:], gamma * alive.to(step.reward.dtype), valid)
 
@@ -69,15 +74,15 @@ class Batch(NamedTuple):
     """What a replay samples for one update."""
 
     trajectory: Trajectory
-    keys: Tensor | None = None  # whose priorities an update may change
-    weight: Tensor | None = None  # [B] how much each counts; None: all the same
-    reached: State = ()  # memory the actor had after the burn-in, where that is known
-    about: Metrics = {}  # what the replay says of all it holds
+    keys: Tensor | None = None  # identify the sampled items, whose priorities an update may change
+    weight: Tensor | None = None  # [B] importance sampling weights; None: all 1
+    actor_state: State = ()  # recurrent state that the actor had after the burn-in, where it was stored
+    info: Metrics = {}  # statistics of the whole replay, for the learner
 
     @property
     def is_critic_refresh(self) -> bool:
         """True for whole episodes for which a critic computes value targets; they make no gradient step."""
-        return "critic_refresh" in self.about
+        return "critic_refresh" in self.info
 
 
 class ValueTargets(NamedTuple):

@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 import torch
 from helpers.learners import CORE, NET, SPEC, after_burn_in, assert_close, gradients, sequential, shaken, windows
+from helpers.settings import configure
 from torch import Tensor, nn
 
 from bestiary import tree
 from bestiary.acting.actor import Actor
 from bestiary.algos import Apex, Dqn, R2d2
-from bestiary.algos.off_policy import split
-from bestiary.algos.prioritized import FromPriorities, PriorityLearner
+from bestiary.algos.burn_in import split_burn_in
 from bestiary.algos.q_learning import QAgent
+from bestiary.algos.r2d2 import R2d2Learner
 from bestiary.cores import DeltaNet, Ff, Gpt, Lstm
 from bestiary.envs import Catch, Recall
 from bestiary.envs.batched import VectorEnvBatch
@@ -31,9 +32,9 @@ from bestiary.replay.prioritized import PrioritizedReplay
 from bestiary.types import Batch, Spec, TimeStep, Trajectory
 
 B = 5  # environments
-SMALL: dict[str, Any] = {"head": (7,), "batch_size": 16, "ratio": 1.0, "capacity": 150 * B, "warmup": 500}
+SMALL: dict[str, Any] = {"head": (7,), "batch_size": 16, "updates_per_step": 1.0, "capacity": 150 * B, "warmup": 500}
 APEX: dict[str, Any] = SMALL | {"unroll": 10}
-R2D2: dict[str, Any] = SMALL | {"unroll": 5, "window": 15, "burn_in": 5, "stored_state": True}
+R2D2: dict[str, Any] = SMALL | {"unroll": 5, "sequence_length": 15, "burn_in": 5, "stored_state": True}
 PICTURE = Spec("picture", (1, 6, 5), torch.uint8, 4)
 ATARI = Spec("Any", (1, 84, 84), torch.uint8, 18)
 
@@ -63,7 +64,7 @@ class Rich:
 def program(player: str) -> tuple[QAgent, list[Trajectory]]:
     """What one actor has played, and its weights: neither depends on what is learnt from it."""
     cls, settings, env, core, net = PLAYERS[player]
-    algo, env_batch = cls(**settings), env.make(B, 3, 0, 1)
+    algo, env_batch = configure(cls, **settings), env.make(B, 3, 0, 1)
     torch.manual_seed(0)
     agent = algo.agent(env_batch.spec, net, core)
     with torch.no_grad():
@@ -73,10 +74,10 @@ def program(player: str) -> tuple[QAgent, list[Trajectory]]:
     return agent, [actor.unroll()[0] for _ in range(200 // algo.unroll)]
 
 
-def played(player: str, **changes: Any) -> tuple[PriorityLearner, PrioritizedReplay]:
+def played(player: str, **changes: Any) -> tuple[R2d2Learner, PrioritizedReplay]:
     """A learner that has not learnt yet, and what an actor with its weights has played; the ring has turned."""
     cls, settings, *_ = PLAYERS[player]
-    algo: FromPriorities = cls(**(settings | changes))
+    algo: Apex | R2d2 = configure(cls, **(settings | changes))
     agent, trajectories = program(player)
     replay = algo.replay_builder(B).build(0, agent.spec, agent.initial_state(1))
     for trajectory in trajectories:
@@ -90,7 +91,7 @@ def batch_of(replay: PrioritizedReplay) -> tuple[Batch, Tensor]:
     batch = replay.sample()
     assert batch is not None and batch.keys is not None
     slots = replay._slots(*np.divmod(batch.keys.numpy(), B))
-    return batch, torch.from_numpy(replay.tree.weights(slots)) ** (1 / replay.cfg.alpha)
+    return batch, torch.from_numpy(replay.tree.weights(slots)) ** (1 / replay.cfg.priority_exponent)
 
 
 DELTA = DeltaNet(width=8, heads=2, layers=1, feedforward=8)
@@ -105,10 +106,10 @@ PLAYERS: dict[str, tuple[type, dict[str, Any], Any, Any, Net]] = {
     "r2d2, frames alone": (R2d2, R2D2, Rich(), Ff(), Net(frame_stack=3)),
 }
 RULES: dict[str, dict[str, Any]] = {
-    "plain": {"rescale": None, "reward_clip": "none"},
-    "rescaled": {"rescale": 1e-2, "reward_clip": "none"},
-    "clipped": {"rescale": None, "reward_clip": "abs_one"},
-    "rescaled and clipped": {"rescale": 1e-3, "reward_clip": "soft_asymmetric"},
+    "plain": {"value_rescale_eps": None, "reward_clip": "none"},
+    "rescaled": {"value_rescale_eps": 1e-2, "reward_clip": "none"},
+    "clipped": {"value_rescale_eps": None, "reward_clip": "abs_one"},
+    "rescaled and clipped": {"value_rescale_eps": 1e-3, "reward_clip": "soft_asymmetric"},
 }
 
 
@@ -120,7 +121,7 @@ def test_the_actors_priorities_are_the_learners_while_their_weights_are_the_same
     seen = []
     for _ in range(2):
         batch, first = batch_of(replay)
-        _, metrics, priorities = learner.weigh(batch)
+        _, metrics, priorities = learner.loss(batch)
         torch.testing.assert_close(first, priorities.double(), rtol=1e-4, atol=1e-4)
         assert metrics["q_discrepancy"] < 1e-4
         if "lstm" in player or "delta" in player:
@@ -159,8 +160,8 @@ def test_how_far_apart_values_and_memories_are_is_a_share_of_those_that_acted():
     t = batch.trajectory
     q = t.aux["q"].clone()
     q[5] += 0.1
-    reached = tuple(1.5 * leaf for leaf in batch.reached)
-    metrics = learner.weigh(batch._replace(trajectory=t._replace(aux={"q": q}), reached=reached))[1]
+    actor_state = tuple(1.5 * leaf for leaf in batch.actor_state)
+    metrics = learner.loss(batch._replace(trajectory=t._replace(aux={"q": q}), actor_state=actor_state))[1]
     difference = 0.1 * math.sqrt(q[5].numel())
     assert metrics["q_discrepancy"].item() == pytest.approx(difference / q[5].amax(-1).norm().item(), rel=1e-3)
     assert metrics["state_discrepancy"].item() == pytest.approx(1 / 3, rel=1e-3)
@@ -195,7 +196,7 @@ def best_of(q: list[Tensor]) -> int:
     return max(range(len(q)), key=lambda action: q[action].item())
 
 
-def plain(learner: PriorityLearner, batch: Batch) -> tuple[Tensor, list[float]]:
+def plain(learner: R2d2Learner, batch: Batch) -> tuple[Tensor, list[float]]:
     """Loss and priorities: Horgan et al. 2018, section 3; Kapturowski et al. 2019, section 2.3."""
     cfg, agent, slow = learner.cfg, learner.agent, learner.target.module
     assert isinstance(slow, QAgent) and batch.weight is not None and cfg.discount is not None
@@ -207,7 +208,7 @@ def plain(learner: PriorityLearner, batch: Batch) -> tuple[Tensor, list[float]]:
             beyond = [values(slow, h, legal) for h in after_burn_in(slow.torso, t, cfg.burn_in, b)]
         reward, is_first, is_terminal, action = (x[cfg.burn_in :, b].tolist() for x in (*t.step[2:], t.action))
         errors = []
-        for start in range(cfg.item.length):
+        for start in range(cfg.replay.trained_length(cfg.burn_in)):
             if is_first[start + 1]:
                 continue  # no move leads from one episode into the next
             total, discount, row = 0.0, 1.0, start
@@ -219,17 +220,19 @@ def plain(learner: PriorityLearner, batch: Batch) -> tuple[Tensor, list[float]]:
                 total += discount * earned
                 discount *= 0.0 if is_terminal[row] else cfg.discount
             best = best_of(q[row] if cfg.double else beyond[row])
-            y = squeezed(total + discount * unsqueezed(beyond[row][best].item(), cfg.rescale), cfg.rescale)
+            y = squeezed(
+                total + discount * unsqueezed(beyond[row][best].item(), cfg.value_rescale_eps), cfg.value_rescale_eps
+            )
             error = q[start][action[start]] - y
             errors.append(abs(error.item()))
             small = not cfg.huber or errors[-1] < 1
             loss = loss + batch.weight[b] * (error**2 / 2 if small else error.abs() - 0.5)
-        eta = cfg.eta if isinstance(cfg, R2d2) else 1.0
+        eta = learner.replay.eta
         priorities.append(eta * max(errors) + (1 - eta) * sum(errors) / len(errors) if errors else 0.0)
     return loss / t.action.shape[1], priorities
 
 
-def learner_of(cfg: FromPriorities, spec: Spec = SPEC, net: Net = NET, core: Any = CORE) -> PriorityLearner:
+def learner_of(cfg: Apex | R2d2, spec: Spec = SPEC, net: Net = NET, core: Any = CORE) -> R2d2Learner:
     """Weights, and other ones in the target, both far from where they start."""
     learner = cfg.learner(cfg.agent(spec, net, core), 1000)
     shaken(learner.agent)
@@ -237,9 +240,9 @@ def learner_of(cfg: FromPriorities, spec: Spec = SPEC, net: Net = NET, core: Any
     return learner
 
 
-def batch_for(cfg: FromPriorities, spec: Spec = SPEC, seed: int = 0, state: bool = False) -> Batch:
+def batch_for(cfg: Apex | R2d2, spec: Spec = SPEC, seed: int = 0, state: bool = False) -> Batch:
     """Borders, ends and lost lives anywhere; weights as a replay would give."""
-    t = windows(seed, T=cfg.burn_in + cfg.item.length + cfg.n_step, B=4, state=state)
+    t = windows(seed, T=cfg.burn_in + cfg.replay.trained_length(cfg.burn_in) + cfg.n_step, B=4, state=state)
     action = t.action if spec.legal is None else torch.where(torch.tensor(spec.legal)[t.action], t.action, 0)
     rng = torch.Generator().manual_seed(seed)
     q = torch.randn(*action.shape, spec.num_actions, generator=rng)
@@ -249,23 +252,25 @@ def batch_for(cfg: FromPriorities, spec: Spec = SPEC, seed: int = 0, state: bool
 
 LEGAL = SPEC._replace(legal=(True, False, True, True))
 TOY: dict[str, Any] = {"head": (7,), "discount": 0.9, "unroll": 1}
-LOSSES: dict[str, FromPriorities] = {
-    "apex": Apex(**TOY),
-    "apex, 1 step": Apex(**TOY, n_step=1, rescale=1e-2),
-    "apex, 5 steps": Apex(**TOY, n_step=5, burn_in=1),
-    "r2d2": R2d2(**TOY, burn_in=3, window=8, stored_state=True),
-    "r2d2, 1 step": R2d2(**TOY, burn_in=3, window=8, n_step=1, stored_state=True, rescale=None),
-    "r2d2, 3 steps": R2d2(**TOY, burn_in=1, window=6, n_step=3, stored_state=True, eta=0.5),
-    "r2d2, no burn-in": R2d2(**TOY, burn_in=0, window=5, n_step=3, stored_state=True),
-    "r2d2, memory empty at first": R2d2(**TOY, burn_in=3, window=8, n_step=3, stored_state=False),
+LOSSES: dict[str, Apex | R2d2] = {
+    "apex": configure(Apex, **TOY),
+    "apex, 1 step": configure(Apex, **TOY, n_step=1, value_rescale_eps=1e-2),
+    "apex, 5 steps": configure(Apex, **TOY, n_step=5, burn_in=1),
+    "r2d2": configure(R2d2, **TOY, burn_in=3, sequence_length=8, stored_state=True),
+    "r2d2, 1 step": configure(
+        R2d2, **TOY, burn_in=3, sequence_length=8, n_step=1, stored_state=True, value_rescale_eps=None
+    ),
+    "r2d2, 3 steps": configure(R2d2, **TOY, burn_in=1, sequence_length=6, n_step=3, stored_state=True, eta=0.5),
+    "r2d2, no burn-in": configure(R2d2, **TOY, burn_in=0, sequence_length=5, n_step=3, stored_state=True),
+    "r2d2, memory empty at first": configure(R2d2, **TOY, burn_in=3, sequence_length=8, n_step=3, stored_state=False),
 }
 CHANGES: dict[str, dict[str, Any]] = {
     "as it is": {},
     "single": {"double": False},
     "huber": {"huber": True},
     "no dueling": {"dueling": False},
-    "rescaled": {"rescale": 1e-2},
-    "clipped": {"reward_clip": "abs_one", "rescale": None},
+    "rescaled": {"value_rescale_eps": 1e-2},
+    "clipped": {"reward_clip": "abs_one", "value_rescale_eps": None},
 }
 TOLD = [(name, "as it is") for name in LOSSES] + [(name, rule) for name in ("apex", "r2d2") for rule in CHANGES]
 
@@ -274,11 +279,11 @@ TOLD = [(name, "as it is") for name in LOSSES] + [(name, rule) for name in ("ape
 @pytest.mark.parametrize("spec", [SPEC, LEGAL], ids=["all actions", "some actions"])
 @pytest.mark.parametrize(("name", "rule"), list(dict.fromkeys(TOLD)))
 def test_loss_gradient_and_priorities_are_those_of_a_loop(name, rule, spec):
-    cfg = replace(LOSSES[name], **CHANGES[rule])
+    cfg = configure(LOSSES[name], **CHANGES[rule])
     learner = learner_of(cfg, spec)
     for seed in range(2):
-        batch = batch_for(cfg, spec, seed, state=bool(cfg.item.stored_state))
-        loss, metrics, priorities = learner.weigh(batch)
+        batch = batch_for(cfg, spec, seed, state=bool(cfg.replay.stored_state))
+        loss, metrics, priorities = learner.loss(batch)
         expected, surprise = plain(learner, batch)
         assert loss.item() == metrics["loss"].item() == pytest.approx(expected.item(), rel=1e-10)
         assert priorities.tolist() == pytest.approx(surprise, rel=1e-10)
@@ -293,16 +298,18 @@ def test_the_settings_of_the_cases_make_a_difference():
     """An oracle that agrees with everything shows nothing."""
     losses = []
     for rule in CHANGES.values():
-        cfg = replace(LOSSES["r2d2"], **rule)
-        losses.append(learner_of(cfg).weigh(batch_for(cfg, state=True))[0].item())
-    for change in ({"n_step": 1}, {"n_step": 3}, {"burn_in": 1, "window": 6}, {"discount": 0.5}):
-        cfg = replace(LOSSES["r2d2"], **change)
+        cfg = configure(LOSSES["r2d2"], **rule)
+        losses.append(learner_of(cfg).loss(batch_for(cfg, state=True))[0].item())
+    for change in ({"n_step": 1}, {"n_step": 3}, {"burn_in": 1, "sequence_length": 6}, {"discount": 0.5}):
+        cfg = configure(LOSSES["r2d2"], **change)
         batch = batch_for(LOSSES["r2d2"], state=True)
         t = batch.trajectory
-        rows = cfg.burn_in + cfg.item.length + cfg.n_step  # the same rows, but for those no longer needed
+        rows = (
+            cfg.burn_in + cfg.replay.trained_length(cfg.burn_in) + cfg.n_step
+        )  # the same rows, but for those no longer needed
         step, action, aux = tree.map(lambda x, n=rows: x[:n], (t.step, t.action, t.aux))
-        losses.append(learner_of(cfg).weigh(batch._replace(trajectory=Trajectory(step, action, aux, *t[3:])))[0].item())
-    losses.append(learner_of(LOSSES["r2d2"]).weigh(batch_for(LOSSES["r2d2"]))[0].item())  # without its memory
+        losses.append(learner_of(cfg).loss(batch._replace(trajectory=Trajectory(step, action, aux, *t[3:])))[0].item())
+    losses.append(learner_of(LOSSES["r2d2"]).loss(batch_for(LOSSES["r2d2"]))[0].item())  # without its memory
     assert len({round(x, 8) for x in losses}) == len(losses)
 
 
@@ -316,9 +323,9 @@ def test_an_item_counts_as_its_weight_says_and_a_move_as_much_in_any_company():
         t = batch.trajectory
         step, action, aux = tree.map(lambda x, b=b: x[:, b : b + 1], (t.step, t.action, t.aux))
         one = Trajectory(step, action, aux, tuple(s[b : b + 1] for s in t.state), t.version[:1])
-        alone.append(learner.weigh(Batch(one, None, torch.ones(1)))[0])
+        alone.append(learner.loss(Batch(one, None, torch.ones(1)))[0])
     expected = (batch.weight * torch.stack(alone)).mean()
-    assert learner.weigh(batch)[0].item() == pytest.approx(expected.item(), rel=1e-12)
+    assert learner.loss(batch)[0].item() == pytest.approx(expected.item(), rel=1e-12)
 
 
 # -- rows that nobody needs are not looked at -------------------------------------------------------------------------
@@ -340,11 +347,11 @@ def pictures(rows: int, seed: int, density: float = 0.25) -> Trajectory:
 
 
 @double
-@pytest.mark.parametrize("rule", [{}, {"double": False}, {"rescale": 1e-2}], ids=str)
+@pytest.mark.parametrize("rule", [{}, {"double": False}, {"value_rescale_eps": 1e-2}], ids=str)
 @pytest.mark.parametrize(("length", "n_step"), [(1, 2), (1, 3), (1, 5), (2, 3), (3, 5)])
 @pytest.mark.parametrize("remembered", [False, True])
 def test_without_memory_a_few_rows_alone_tell_the_same_as_all(length, n_step, rule, remembered, monkeypatch):
-    cfg = Apex(head=(7,), burn_in=3, n_step=n_step, **rule)
+    cfg = configure(Apex, head=(7,), burn_in=3, n_step=n_step, **rule)
     learner = learner_of(cfg, PICTURE, Net(encoder=SmallCnn(hidden_size=6), frame_stack=4), Ff())
     seen: list[int] = []
     learner.agent.torso.encoder.register_forward_hook(lambda _, inputs, __: seen.append(len(inputs[0])))
@@ -353,14 +360,14 @@ def test_without_memory_a_few_rows_alone_tell_the_same_as_all(length, n_step, ru
         if remembered:
             t = t._replace(state=(t.step.obs[[2, 0, 1], :].transpose(0, 1).contiguous(),))
         assert t.step.is_first[1:].any()
-        fast = learner.judge(t, length)
+        fast = learner.td_targets(t, length)
         assert seen == [4 * length, 4 * length]  # what is trained, and what it leads to
         with monkeypatch.context() as patch:
             patch.setattr(Torso, "memoryless", False)
-            slow = learner.judge(t, length)
+            slow = learner.td_targets(t, length)
         assert seen[2:] == [4 * 3, 4 * (length + n_step)]
         seen.clear()
-        for name in ("value", "target", "first"):
+        for name in ("value", "target", "first_q"):
             a, b = getattr(fast, name), getattr(slow, name)
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13, msg=lambda m, name=name: f"{name}: {m}")
         assert torch.equal(fast.valid, slow.valid)
@@ -374,7 +381,7 @@ def test_without_memory_a_few_rows_alone_tell_the_same_as_all(length, n_step, ru
 # -- the burn-in ------------------------------------------------------------------------------------------------------
 
 CORES = {"lstm": CORE, "delta-net": DELTA, "gpt": GPT}
-MEMORY = R2d2(**TOY, burn_in=3, window=8, n_step=3, stored_state=True)
+MEMORY = configure(R2d2, **TOY, burn_in=3, sequence_length=8, n_step=3, stored_state=True)
 
 
 def memory_of(agent: QAgent) -> tuple[Tensor, ...]:
@@ -392,22 +399,22 @@ def test_no_gradient_flows_through_the_burn_in(core):
     agent = MEMORY.agent(SPEC, NET, core)
     shaken(agent)
     with_burn_in = MEMORY.learner(agent, 1000)
-    without = replace(MEMORY, burn_in=0, window=5).learner(agent, 1000)
+    without = configure(MEMORY, burn_in=0, sequence_length=5).learner(agent, 1000)
     for seed in range(3):
         batch = batch_for(MEMORY, seed=seed)
         t = batch.trajectory._replace(state=memory_of(agent))
-        past, rest = split(t, 3)
+        past, rest = split_burn_in(t, 3)
         with torch.no_grad():
             state = agent.torso(past, t.state)[1]
-        loss, _, priorities = with_burn_in.weigh(batch._replace(trajectory=t))
-        expected, _, again = without.weigh(batch._replace(trajectory=rest._replace(state=state)))
+        loss, _, priorities = with_burn_in.loss(batch._replace(trajectory=t))
+        expected, _, again = without.loss(batch._replace(trajectory=rest._replace(state=state)))
         assert loss.item() == pytest.approx(expected.item(), rel=1e-10)
         assert priorities.tolist() == pytest.approx(again.tolist(), rel=1e-10)
         found = gradients(loss, agent)
         assert_close(found, gradients(expected, agent))
         with torch.enable_grad():  # it would be another one
             carried = agent.torso(past, t.state)[1]
-        through = gradients(without.weigh(batch._replace(trajectory=rest._replace(state=carried)))[0], agent)
+        through = gradients(without.loss(batch._replace(trajectory=rest._replace(state=carried)))[0], agent)
         assert rest.step.is_first[0].all() or any(not torch.allclose(found[k], through[k]) for k in found)
 
 
@@ -418,15 +425,15 @@ def test_the_burn_in_is_remembered_but_not_taught(core):
     batch = batch_for(MEMORY)
     t = batch.trajectory._replace(state=memory_of(learner.agent))
     step = t.step._replace(is_first=torch.zeros_like(t.step.is_first), obs=t.step.obs.clone().requires_grad_())
-    loss, _, _ = learner.weigh(batch._replace(trajectory=t._replace(step=step)))
+    loss, _, _ = learner.loss(batch._replace(trajectory=t._replace(step=step)))
     (slope,) = torch.autograd.grad(loss, step.obs)
     assert not slope[:3].any()
     assert slope[3:8].flatten(1).any(1).all()
-    told = learner.judge(t._replace(step=step), 5).value
+    told = learner.td_targets(t._replace(step=step), 5).value
     for row in range(3):
         other = step.obs.detach().clone()
         other[row] += 0.5
-        changed = learner.judge(t._replace(step=step._replace(obs=other)), 5).value
+        changed = learner.td_targets(t._replace(step=step._replace(obs=other)), 5).value
         assert torch.equal(told, changed) == (core == Ff())
 
 
@@ -435,11 +442,11 @@ def test_the_burn_in_is_remembered_but_not_taught(core):
 @pytest.mark.parametrize("core", CORES.values(), ids=CORES)
 def test_the_target_keeps_its_memory_apart_from_the_online_networks(core, burn_in):
     """A core may write a single row into the memory it is given, where no gradient is recorded."""
-    cfg = replace(MEMORY, burn_in=burn_in, window=5 + burn_in)
+    cfg = configure(MEMORY, burn_in=burn_in, sequence_length=5 + burn_in)
     learner, batch = learner_of(cfg, core=core), batch_for(cfg)
     t = batch.trajectory._replace(state=memory_of(learner.agent))
     before = [leaf.clone() for leaf in t.state]
-    told = learner.judge(t, 5)
+    told = learner.td_targets(t, 5)
     assert all(torch.equal(a, b) for a, b in zip(before, t.state, strict=True))
     with torch.no_grad():
         q, _ = learner.agent(t.step, tuple(before))
@@ -469,7 +476,7 @@ def test_a_value_is_that_of_being_there_and_what_the_action_adds(hidden, legal):
 def test_actions_that_do_nothing_are_never_chosen(dueling):
     """However highly their part of the network thinks of them."""
     spec = Spec("some", (3,), torch.float32, 6, legal=(False, True, True, False, True, False))
-    agent = Apex(head=(), dueling=dueling).agent(spec, Net(), Ff())
+    agent = configure(Apex, head=(), dueling=dueling).agent(spec, Net(), Ff())
     last: Any = agent.head.advantage[-1] if isinstance(agent.head, Dueling) else agent.head[-1]  # type: ignore[index]
     with torch.no_grad():
         last.bias[[0, 3, 5]] += 100
@@ -491,14 +498,14 @@ def test_actions_that_do_nothing_are_never_chosen(dueling):
 @pytest.mark.parametrize("dueling", [True, False])
 def test_actions_that_do_nothing_are_never_the_best_next(dueling, both):
     """What the network makes of them changes neither targets nor gradients of the rest."""
-    cfg = replace(LOSSES["r2d2"], dueling=dueling, double=both)
+    cfg = configure(LOSSES["r2d2"], dueling=dueling, double=both)
     learner, batch = learner_of(cfg, LEGAL), batch_for(cfg, LEGAL, state=True)
-    before = learner.judge(batch.trajectory, 5), learner.weigh(batch)
+    before = learner.td_targets(batch.trajectory, 5), learner.loss(batch)
     for agent in (learner.agent, learner.target.module):
         last = agent.head.advantage[-1] if dueling else agent.head[-1]  # type: ignore
         with torch.no_grad():
             last.bias[1] += 1e3  # type: ignore
-    after = learner.judge(batch.trajectory, 5), learner.weigh(batch)
+    after = learner.td_targets(batch.trajectory, 5), learner.loss(batch)
     torch.testing.assert_close(before[0].target, after[0].target, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(before[0].value, after[0].value, rtol=1e-12, atol=1e-12)
     assert all(value.isfinite() for value in after[1][1].values())
@@ -514,9 +521,9 @@ def size(module: nn.Module) -> int:
 
 def test_the_networks_are_as_large_as_those_of_rela():
     net = Net(encoder=Shallow(hidden_size=512), frame_stack=4, prev_action=False, prev_reward=False)
-    assert size(Apex(head=()).agent(ATARI, net, Ff())) == 1_693_875
+    assert size(configure(Apex, head=()).agent(ATARI, net, Ff())) == 1_693_875
     plain = replace(net, encoder=Shallow(num_layers=0))
-    assert size(R2d2(head=()).agent(ATARI, plain, Lstm(hidden=512))) == 7_562_931
+    assert size(configure(R2d2, head=()).agent(ATARI, plain, Lstm(hidden=512))) == 7_562_931
 
 
 # -- exploration ------------------------------------------------------------------------------------------------------
@@ -539,7 +546,7 @@ def test_every_environment_has_its_rung_and_the_first_is_the_boldest(cfg, name):
 def test_rungs_are_set_by_two_numbers():
     none = torch.zeros(3, dtype=torch.bool)
     row = TimeStep(torch.zeros(3, 3), torch.zeros(3), torch.zeros(3), none, none)
-    told = Apex(epsilon_base=0.5, epsilon_alpha=2.0).explorer(3)(row)
+    told = configure(Apex, epsilon_base=0.5, epsilon_alpha=2.0).explorer(3)(row)
     assert told.tolist() == pytest.approx([0.5, 0.25, 0.125])
 
 
@@ -561,13 +568,13 @@ def test_an_update_returns_the_priorities_of_before_it(player):
     learner, replay = played(player, optimizer=Adam(lr=1e-2))
     for _ in range(3):
         batch, _ = batch_of(replay)
-        _, _, expected = learner.weigh(batch)
+        _, _, expected = learner.loss(batch)
         update = learner.update(batch)
         assert update.priorities is not None and batch.keys is not None
         assert torch.equal(update.priorities, expected)
         replay.update_priorities(batch.keys, update.priorities)
         slots = replay._slots(*np.divmod(batch.keys.numpy(), B))
-        told = torch.from_numpy(replay.tree.weights(slots)) ** (1 / replay.cfg.alpha)
+        told = torch.from_numpy(replay.tree.weights(slots)) ** (1 / replay.cfg.priority_exponent)
         torch.testing.assert_close(told, expected.double().clamp(min=1e-6), rtol=1e-5, atol=0)
 
 
@@ -579,55 +586,63 @@ def test_an_update_returns_the_priorities_of_before_it(player):
     [
         (
             R2d2,
-            {"window": 44},
-            r"algo\.burn-in=40 and algo\.n-step=5 are longer than algo\.window=44: raise that to 45 or more",
+            {"sequence_length": 44},
+            r"algo\.burn-in=40 and algo\.n-step=5 are longer than algo\.replay\.sequence-length=44: raise that to 45",
         ),
-        (R2d2, {"stride": 60}, r"algo\.stride=60 must be a multiple of algo\.unroll=40: memory is kept where unrolls"),
-        (R2d2, {"stride": 60, "stored_state": True}, r"algo\.stride=60 must be a multiple of algo\.unroll=40"),
-        (R2d2, {"window": 100}, r"algo\.stride=60 must be a multiple of algo\.unroll=40"),
-        (R2d2, {"stride": 0}, r"algo\.stride=0 must be at least 1"),
-        (R2d2, {"eta": 1.1}, r"algo\.eta=1\.1 must lie in \[0, 1\]"),
-        (R2d2, {"eta": -0.1}, r"algo\.eta=-0\.1 must lie in \[0, 1\]"),
-        (R2d2, {"discount": None}, r"algo\.discount=None is not known to a replay that judges by surprise: give a num"),
+        (
+            R2d2,
+            {"stride": 60},
+            r"algo\.replay\.stride=60 must be a multiple of algo\.unroll=40: recurrent state is stored",
+        ),
+        (R2d2, {"stride": 60, "stored_state": True}, r"algo\.replay\.stride=60 must be a multiple of algo\.unroll=40"),
+        (R2d2, {"sequence_length": 100}, r"algo\.replay\.stride=60 must be a multiple of algo\.unroll=40"),
+        (R2d2, {"stride": 0}, r"algo\.replay\.stride=0 must be at least 1"),
+        (R2d2, {"eta": 1.1}, r"algo\.replay\.eta=1\.1 must lie in \[0, 1\]"),
+        (R2d2, {"eta": -0.1}, r"algo\.replay\.eta=-0\.1 must lie in \[0, 1\]"),
+        (R2d2, {"discount": None}, r"algo\.discount=None is not known to a replay that computes initial"),
         (Apex, {"discount": None}, r"algo\.discount=None is not known"),
         (Apex, {"n_step": 0}, r"algo\.n-step=0 must be at least 1"),
         (R2d2, {"n_step": 0}, r"algo\.n-step=0 must be at least 1"),
         (Dqn, {"n_step": 0}, r"algo\.n-step=0 must be at least 1"),
         (Dqn, {"trace_decay": 0.8, "n_step": 3}, r"algo\.trace-decay=0\.8 and algo\.n-step=3 exclude each other: set"),
         (Apex, {"burn_in": -1}, r"algo\.burn-in=-1 must be at least 0"),
-        (Apex, {"alpha": 1.5}, r"algo\.alpha=1\.5 must lie in \[0, 1\]"),
-        (Apex, {"beta": -1.0}, r"algo\.beta=-1\.0 must lie in \[0, 1\]"),
+        (Apex, {"priority_exponent": 1.5}, r"algo\.replay\.priority-exponent=1\.5 must lie in \[0, 1\]"),
+        (Apex, {"importance_exponent": -1.0}, r"algo\.replay\.importance-exponent=-1\.0 must lie in \[0, 1\]"),
         (Apex, {"epsilon_base": 2.0}, r"algo\.epsilon-base=2\.0 must lie in \[0, 1\]"),
-        (Apex, {"priority_floor": 0.0}, r"algo\.priority-floor=0\.0 must be positive"),
-        (R2d2, {"rescale": 0.0}, r"algo\.rescale=0\.0 must be positive, or None"),
+        (Apex, {"priority_floor": 0.0}, r"algo\.replay\.priority-floor=0\.0 must be positive"),
+        (R2d2, {"value_rescale_eps": 0.0}, r"algo\.value-rescale-eps=0\.0 must be positive, or None"),
     ],
 )
 def test_numbers_that_cannot_work_are_refused_in_a_sentence(cls, settings, sentence):
     with pytest.raises(UserError, match=sentence) as refused:
-        cls(**settings)
+        configure(cls, **settings)
     assert "\n" not in str(refused.value)
 
 
 def test_what_is_next_to_the_refused_is_not():
-    R2d2(window=45, stride=40)
-    R2d2(stride=60, stored_state=False)
-    R2d2(window=100, unroll=20)
+    configure(R2d2, sequence_length=45, stride=40)
+    configure(R2d2, stride=60, stored_state=False)
+    configure(R2d2, sequence_length=100, unroll=20)
     Dqn(trace_decay=0.8, n_step=1)
     Dqn(n_step=3)
 
 
-@pytest.mark.parametrize("cfg", [Apex(burn_in=2), R2d2(burn_in=2, window=82, stored_state=False)], ids=["apex", "r2d2"])
+@pytest.mark.parametrize(
+    "cfg",
+    [configure(Apex, burn_in=2), configure(R2d2, burn_in=2, sequence_length=82, stored_state=False)],
+    ids=["apex", "r2d2"],
+)
 def test_a_burn_in_that_does_not_fill_the_frame_stack_is_refused(cfg):
     net = Net(encoder=SmallCnn(hidden_size=6), frame_stack=4)
-    with pytest.raises(UserError, match=r"algo\.burn-in=2 rows do not fill net\.frame-stack=4: raise it to 3"):
+    with pytest.raises(UserError, match=r"algo\.burn-in=2 steps do not fill net\.frame-stack=4: raise it to 3"):
         cfg.agent(PICTURE, net, Ff())
     cfg.agent(PICTURE, replace(net, frame_stack=3), Ff())
-    replace(cfg, burn_in=3, **({} if isinstance(cfg, Apex) else {"window": 83})).agent(PICTURE, net, Ff())
+    configure(cfg, burn_in=3, **({} if isinstance(cfg, Apex) else {"sequence_length": 83})).agent(PICTURE, net, Ff())
 
 
 def test_with_the_memory_of_the_actor_no_row_is_needed_to_fill_the_frame_stack():
     net = Net(encoder=SmallCnn(hidden_size=6), frame_stack=4)
-    R2d2(burn_in=0, window=40, stored_state=True).agent(PICTURE, net, Ff())
+    configure(R2d2, burn_in=0, sequence_length=40, stored_state=True).agent(PICTURE, net, Ff())
 
 
 # -- where memory is stored -------------------------------------------------------------------------------------------
@@ -656,7 +671,7 @@ unlimited = pytest.mark.usefixtures("_unlimited")
 def test_memory_is_stored_unless_it_takes_much_room(core, capacity, stored):
     spec = Spec("small", (3,), torch.float32, 4)
     for asked in (None, True, False):
-        cfg = R2d2(stored_state=asked, capacity=capacity)
+        cfg = configure(R2d2, stored_state=asked, capacity=capacity)
         state = cfg.agent(spec, Net(), core).initial_state(1)
         replay = cfg.replay_builder(4).build(0, spec, state)
         assert replay.cfg.stored_state == replay.ring.keep_states == (stored if asked is None else asked)
@@ -670,16 +685,25 @@ def test_memory_may_take_as_much_room_as_rows_or_a_gibibyte():
     for capacity, most in ((20_000_000, 40 * row), (40 * 2**10, 2**20)):
         for extra, stored in ((0, True), (1, False)):
             state = (torch.zeros(1, most + extra, dtype=torch.uint8),)
-            assert R2d2(capacity=capacity).replay_builder(4).build(0, spec, state).cfg.stored_state is stored
+            assert configure(R2d2, capacity=capacity).replay_builder(4).build(0, spec, state).cfg.stored_state is stored
 
 
 def test_the_replay_is_built_from_the_numbers_of_the_algorithm():
-    cfg = R2d2(
-        batch_size=5, window=70, burn_in=30, n_step=4, capacity=9000, warmup=1100, ratio=0.5, alpha=0.3, beta=0.2
+    cfg = configure(
+        R2d2,
+        batch_size=5,
+        sequence_length=70,
+        burn_in=30,
+        n_step=4,
+        capacity=9000,
+        warmup=1100,
+        updates_per_step=0.5,
+        priority_exponent=0.3,
+        importance_exponent=0.2,
     )
     built = cfg.replay_builder(3)
-    assert (built.streams, built.batch_size, built.capacity, built.warmup, built.ratio) == (3, 5, 9000, 1100, 0.5)
-    assert (built.burn_in, built.length, built.n_step, built.stride) == (30, 40, 4, 40)
-    assert (built.alpha, built.beta, built.floor, built.unroll) == (0.3, 0.2, 1e-6, 40)
-    moves = Apex(burn_in=2, n_step=4).replay_builder(3)
-    assert (moves.burn_in, moves.length, moves.n_step, moves.stride, moves.rows) == (2, 1, 4, 1, 7)
+    assert built.cfg == cfg.replay
+    assert (built.streams, built.unroll, built.burn_in, built.n_step) == (3, 40, 30, 4)
+    assert (built.length, built.stride, built.item_steps) == (40, 40, 74)
+    moves = configure(Apex, burn_in=2, n_step=4).replay_builder(3)
+    assert (moves.burn_in, moves.length, moves.n_step, moves.stride, moves.item_steps) == (2, 1, 4, 1, 7)

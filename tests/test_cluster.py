@@ -52,7 +52,7 @@ def tiny(name: str, frames: int, **runtime: Any) -> Experiment:
     return replace(
         e,
         frames=frames,
-        algo=replace(e.algo, **small),
+        algo=configure(e.algo, **small),
         runtime=Ray(**{"envs": 8, "threads": 1, "timeout": 60.0, **runtime}),
         log=replace(e.log, every=min(2_000, max(1, frames // 10)), tensorboard=False),
         evaluation=replace(e.evaluation, every=None, episodes=0, command=()),
@@ -83,7 +83,7 @@ def test_one_actor_in_lockstep_trains_as_the_local_runtime_does(name, frames, cl
     if name == "rcp-a":
         e = replace(e, env=bestiary.preset("cartpole").env, algo=configure(e.algo, warmup=5))
     if name == "tmaze-r2d2":
-        e = replace(e, algo=replace(e.algo, warmup=1_500))
+        e = replace(e, algo=configure(e.algo, warmup=1_500))
     bestiary.train(e, tmp_path / "ray")
     bestiary.train(replace(e, runtime=Local(envs=8, threads=1)), tmp_path / "local")
     for file in ("metrics.csv", "episodes.csv", "evaluations.csv"):
@@ -94,7 +94,7 @@ def test_one_actor_in_lockstep_trains_as_the_local_runtime_does(name, frames, cl
 
 def test_batches_of_two_players_are_those_of_their_games_side_by_side(cluster, tmp_path):
     """What a shard adds up to is what one replay would hold that was given both players' trajectories at once."""
-    from bestiary.replay.fifo import join
+    from bestiary.replay.fifo import concatenate_streams
     from bestiary.runtime.ray.wire import WeightsCodec, unpack
     from bestiary.runtime.ray.workers import ActorWorker, ReplayShard, WorkerSpec
 
@@ -113,7 +113,7 @@ def test_batches_of_two_players_are_those_of_their_games_side_by_side(cluster, t
         packed = [actor.rollout(0, weights)[1] for actor in actors]
         for number in (1, 0):  # in any order
             shard.add(number, packed[number])
-        replay.add(join([unpack(t) for t in packed]))
+        replay.add(concatenate_streams([unpack(t) for t in packed]))
         while (mine := replay.sample()) is not None:
             theirs = shard.sample().batch
             assert theirs is not None
@@ -151,7 +151,7 @@ def test_every_kind_of_replay_learns_with_several_actors_and_shards(name, cluste
     if name == "rcp-a":
         e = replace(e, env=bestiary.preset("cartpole").env, algo=configure(e.algo, warmup=5))
     if name == "tmaze-r2d2":
-        e = replace(e, algo=replace(e.algo, warmup=1_200, capacity=8_000))
+        e = replace(e, algo=configure(e.algo, warmup=1_200, capacity=8_000))
     runtime = Ray(envs=8, threads=1, actors=2, shards=2, address=cluster.address)
     for progress in bestiary.iterate(replace(e, runtime=runtime, frames=10_000_000), tmp_path / "run"):
         if progress.updates and progress.frames > 3_000 and progress.metrics.get("actors") == 2:
@@ -162,7 +162,7 @@ def test_every_kind_of_replay_learns_with_several_actors_and_shards(name, cluste
 
 def test_one_process_may_choose_for_all_actors(cluster, tmp_path):
     e = tiny("tmaze-r2d2", 2_500, actors=2, inference="shared", min_batch=16, actor_cpus=0.5, address=cluster.address)
-    e = replace(e, algo=replace(e.algo, warmup=1_200, capacity=8_000))
+    e = replace(e, algo=configure(e.algo, warmup=1_200, capacity=8_000))
     bestiary.train(e, tmp_path / "run")
     last = table(tmp_path / "run", "metrics.csv")[-1]
     assert int(last["updates"]) > 0
@@ -171,7 +171,7 @@ def test_one_process_may_choose_for_all_actors(cluster, tmp_path):
 @pytest.mark.parametrize("shards", [1, 2])
 def test_two_learners_step_as_one(shards, cluster, tmp_path):
     e = tiny("recall", 3_000, actors=2, learners=2, shards=shards, actor_cpus=0.5, learner_cpus=0.5)
-    e = replace(e, runtime=replace(e.runtime, address=cluster.address), algo=replace(e.algo, batch_size=4))
+    e = replace(e, runtime=replace(e.runtime, address=cluster.address), algo=configure(e.algo, batch_size=4))
     bestiary.train(e, tmp_path / "run")
     last = table(tmp_path / "run", "metrics.csv")[-1]
     played, learnt = int(last["steps"]), int(last["updates"]) * 2 * 4 * e.algo.unroll
@@ -344,7 +344,7 @@ def test_a_node_that_dies_with_one_of_two_learners_costs_no_more_than_the_last_c
     second = cluster.add(4)
     until(lambda: cluster.started(second))
     e = tiny("recall", 100_000_000, actors=2, learners=2, actor_cpus=0.25, learner_cpus=2.5, timeout=20.0)
-    e = replace(e, runtime=replace(e.runtime, address=cluster.address), algo=replace(e.algo, batch_size=4))
+    e = replace(e, runtime=replace(e.runtime, address=cluster.address), algo=configure(e.algo, batch_size=4))
     struck = False
     try:
         with pytest.raises(ProcessLost, match="lost"):

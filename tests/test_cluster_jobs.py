@@ -30,7 +30,7 @@ from bestiary.training.session import train
 
 pytest.importorskip("ray")
 
-QUICK = ["--runtime.envs", "4", "--algo.batch-size", "4", "--log.no-tensorboard"]
+QUICK = ["--runtime.envs", "4", "--algo.replay.batch-size", "4", "--log.no-tensorboard"]
 QUICK += ["--evaluation.every", "200", "--evaluation.episodes", "4"]
 LONG = 100_000
 SLOW = 0.05  # seconds per evaluation

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.settings import configure
 
 import bestiary
 from bestiary import tree
 from bestiary.config.extras import available
 from bestiary.errors import UserError
-from bestiary.replay.fifo import columns
+from bestiary.replay.fifo import select_streams
 from bestiary.runtime import Ray
 from bestiary.runtime.start import start
 from bestiary.types import TimeStep, Trajectory, transitions
@@ -208,10 +209,8 @@ def test_shards_divide_the_capacity_and_serve_every_learner(name):
     if name == "recall":
         assert part == whole
     else:
-        part, whole = (getattr(builder, "cfg", builder) for builder in (part, whole))
-        assert part.capacity == whole.capacity // 2
-        ratios = (getattr(cfg, "updates_per_step", None) or cfg.ratio for cfg in (part, whole))
-        assert next(ratios) == 3 * next(ratios)
+        assert part.cfg.capacity == whole.cfg.capacity // 2
+        assert part.cfg.updates_per_step == 3 * whole.cfg.updates_per_step
 
 
 def test_an_episode_replay_accepts_some_streams_at_a_time():
@@ -229,7 +228,7 @@ def test_an_episode_replay_accepts_some_streams_at_a_time():
         t = Trajectory(step, torch.zeros(9, 4, dtype=torch.long), {}, (), torch.zeros(4))
         whole.add(t)
         for stream in (2, 0):
-            parts.add(columns(t, stream, 2), stream)
+            parts.add(select_streams(t, stream, 2), stream)
     assert len(whole.held.number) == len(parts.held.number) > 3
     assert sorted(whole.held.earned) == sorted(parts.held.earned)
 
@@ -243,7 +242,7 @@ def inference_server(**runtime: Any) -> tuple[Any, Any]:
 
     e = bestiary.preset("recall")
     shared = Ray(envs=3, actors=2, inference="shared", **runtime)
-    e = replace(e, algo=replace(e.algo, batch_size=4), runtime=shared)
+    e = replace(e, algo=configure(e.algo, batch_size=4), runtime=shared)
     env_batch = e.env.make(3, 0, 0, 1)
     return InferenceServer(WorkerSpec(e.to_json(), ()), env_batch.spec), env_batch
 
@@ -316,7 +315,7 @@ def test_a_batched_policy_output_equals_that_of_a_single_actor():
 
 
 def test_trajectories_start_with_the_state_that_earlier_steps_left(monkeypatch):
-    from bestiary.algos.exploration import Fixed
+    from bestiary.algos.exploration import FixedExploration
     from bestiary.runtime.ray import inference
 
     server, env_batch = inference_server()
@@ -328,7 +327,7 @@ def test_trajectories_start_with_the_state_that_earlier_steps_left(monkeypatch):
 
     monkeypatch.setattr(inference.ray, "get", lambda answer: answer)
     agent = server.agent
-    actor = inference.RemotePolicyActor(env_batch, agent, Fixed(torch.zeros(3)), 5, 0, torch.device("cpu"))
+    actor = inference.RemotePolicyActor(env_batch, agent, FixedExploration(torch.zeros(3)), 5, 0, torch.device("cpu"))
     actor.use_server(Handle, (0, 0))
     trajectories = [actor.unroll()[0] for _ in range(4)]
     for before, after in itertools.pairwise(trajectories):
@@ -363,7 +362,7 @@ def learner_and_shard(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, Callab
 
     monkeypatch.setattr(workers, "ray", SimpleNamespace(get=lambda answer, timeout=None: answer))
     e = bestiary.preset("recall")
-    e = replace(e, algo=replace(e.algo, batch_size=8), runtime=Ray(envs=8, threads=1))
+    e = replace(e, algo=configure(e.algo, batch_size=8), runtime=Ray(envs=8, threads=1))
     worker_spec = workers.WorkerSpec(e.to_json(), ())
     actor = workers.ActorWorker(worker_spec, 0, 0, 0, {})
     state = actor.actor.agent.state_dict()

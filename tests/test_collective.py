@@ -39,9 +39,13 @@ PER_LEARNER = {"q_discrepancy", "state_discrepancy"}  # metrics that are not mea
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     *((kebab(algo), "ff", {}) for algo in typing.get_args(AlgoConfig)),
     ("impala", "lstm", {"reduction": "mean", "grad_norm": 0.1, "optimizer": Adam(lr=1e-3)}),
-    ("dqn", "ff", {"focus": 1.5, "grad_norm": 0.01, "lr_decay": "linear"}),
-    ("r2d2", "gru", {"beta": 1.0}),
-    ("sac-discrete", "gru", {"entropy_target": 0.8, "shared_encoder": True, "focus": 1.0, "target_encoder": True}),
+    ("dqn", "ff", {"td_weight_exponent": 1.5, "grad_norm": 0.01, "lr_decay": "linear"}),
+    ("r2d2", "gru", {"importance_exponent": 1.0}),
+    (
+        "sac-discrete",
+        "gru",
+        {"entropy_target": 0.8, "shared_encoder": True, "td_weight_exponent": 1.0, "target_encoder": True},
+    ),
     ("udrl", "lstm", {"weighting": "exponential", "normalise": True, "ema_decay": 0.9, "optimizer": AdamW(lr=1e-2)}),
     ("udrl", "ff", {"weighting": "exponential", "weight_by": "transitions", "sequence_length": 4}),
     ("rcp", "ff", {"critic": "joint", "command_source": "maximum", "critic_period": 2, "command_period": 2}),
@@ -109,7 +113,9 @@ def part_of(batch: Batch, collective: Distributed, joint: bool) -> Batch | None:
     if mine.weight is None:
         return mine
     largest = mine.weight.max()  # such a replay does not know the largest weight elsewhere
-    return mine._replace(weight=mine.weight / largest, about={"heaviest": largest * batch.about["heaviest"]})
+    return mine._replace(
+        weight=mine.weight / largest, info={"max_importance_weight": largest * batch.info["max_importance_weight"]}
+    )
 
 
 def divide(batch: Batch, parts: int) -> list[Batch]:
@@ -132,8 +138,8 @@ def divide(batch: Batch, parts: int) -> list[Batch]:
             ),
             columns(0, batch.keys, i),
             columns(0, batch.weight, i),
-            columns(0, batch.reached, i),
-            batch.about,
+            columns(0, batch.actor_state, i),
+            batch.info,
         )
         for i in range(parts)
     ]
@@ -399,8 +405,8 @@ def test_the_parts_of_a_divided_batch_add_up_to_the_batch():
             **{name: tree.cat([getattr(p.trajectory, name) for p in parts], 1) for name in ("step", "action", "aux")},
             **{name: tree.cat([getattr(p.trajectory, name) for p in parts]) for name in ("state", "version")},
         ),
-        *(tree.cat([getattr(p, name) for p in parts]) for name in ("keys", "weight", "reached")),
-        parts[0].about,
+        *(tree.cat([getattr(p, name) for p in parts]) for name in ("keys", "weight", "actor_state")),
+        parts[0].info,
     )
     tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=0), whole, batch)
 

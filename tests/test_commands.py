@@ -513,9 +513,9 @@ def test_a_replay_labels_every_move_as_recorded(rewards, discount, name):
 def test_a_replay_tells_where_commands_come_from():
     batch = replayed(GOLDEN["rewards"], 1.0).sample()
     assert batch is not None
-    assert set(batch.about) == {"pool", "spread", "noise"}
+    assert set(batch.info) == {"pool", "spread", "noise"}
     order = GOLDEN["sorted_episode_order"]
-    np.testing.assert_allclose(batch.about["pool"], np.stack([RETURNS[order], LENGTHS[order]], 1), rtol=1e-6)
+    np.testing.assert_allclose(batch.info["pool"], np.stack([RETURNS[order], LENGTHS[order]], 1), rtol=1e-6)
 
 
 # -- luck at the start ------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from bestiary.envs import Catch, Recall
 from bestiary.nets import Net, Resnet, SmallCnn
 from bestiary.nets.optim import Adam, RmsPropTf
 from bestiary.presets import PRESETS, preset
+from bestiary.replay import Fifo
 
 # counts ---------------------------------------------------------------------------------------------------------------
 
@@ -161,7 +162,7 @@ def test_every_part_survives_json_and_says_its_kind(part):
 def test_what_is_not_a_default_survives_json():
     experiment = Experiment(
         env=Recall(delay=3, cues=2),
-        algo=Impala(clip_rho=None, queue=70, optimizer=RmsPropTf(lr=1e-4, momentum=0.5)),
+        algo=Impala(replay=Fifo(capacity=70), clip_rho=None, optimizer=RmsPropTf(lr=1e-4, momentum=0.5)),
         core=Lstm(hidden=None, layers=2),
         net=Net(encoder=Resnet(hidden_size=7, num_layers=2), frame_stack=3, prev_action=False),
         checkpoint=Checkpoints(milestones=(1, 2, 3)),

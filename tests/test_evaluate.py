@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from helpers.settings import configure
 
 import bestiary
 from bestiary.acting.episodes import EpsilonGreedyAgent, play_episodes
@@ -44,7 +45,7 @@ def run(tmp_path_factory):
     base = preset("catch")
     experiment = replace(
         base,
-        algo=replace(base.algo, batch_size=4),
+        algo=configure(base.algo, batch_size=4),
         runtime=Local(envs=4, threads=1),
         frames=2_000,
         evaluation=Evaluation(episodes=0),
@@ -130,7 +131,7 @@ def test_epsilon_holds_for_evaluations_during_training(monkeypatch, tmp_path):
     )
     base = preset("catch")
     plan = Evaluation(every=400, episodes=2, epsilon=0.25)
-    small = replace(base, algo=replace(base.algo, batch_size=4), runtime=Local(envs=4, threads=1))
+    small = replace(base, algo=configure(base.algo, batch_size=4), runtime=Local(envs=4, threads=1))
     bestiary.train(replace(small, frames=1_000, evaluation=plan), tmp_path / "run")
     assert len(asked) > 1
     assert set(asked) == {0.25}
@@ -159,7 +160,7 @@ def test_evaluation_refuses_nonsense(run):
 
 def test_success_stands_beside_what_is_possible_with_and_without_memory(tmp_path, capsys):
     base = preset("recall")
-    small = replace(base.algo, batch_size=4)
+    small = configure(base.algo, batch_size=4)
     experiment = replace(
         base,
         env=TMaze(length=2),
@@ -184,7 +185,7 @@ def test_success_stands_beside_what_is_possible_with_and_without_memory(tmp_path
 
 
 def test_a_run_can_be_played_elsewhere_than_it_was_trained(tmp_path, capsys):
-    algo = Dqn(unroll=4, batch_size=4, warmup=50, capacity=200, ratio=0.02, head=(8,))
+    algo = configure(Dqn, unroll=4, batch_size=4, warmup=50, capacity=200, updates_per_step=0.02, head=(8,))
     experiment = Experiment(
         TMaze(length=3),
         algo,
@@ -223,7 +224,7 @@ def test_evaluation_keeps_what_belongs_to_the_whole_run(monkeypatch, tmp_path):
     monkeypatch.setattr(Catch, "make", lambda self, *args: asked.append(args) or make(self, *args))
     base = preset("catch")
     experiment = replace(
-        base, algo=replace(base.algo, batch_size=4), runtime=Local(envs=4, threads=1), frames=1_000, seed=7,
+        base, algo=configure(base.algo, batch_size=4), runtime=Local(envs=4, threads=1), frames=1_000, seed=7,
         evaluation=Evaluation(episodes=2),
     )  # fmt: skip
     run = bestiary.train(experiment, tmp_path / "run")
@@ -265,7 +266,7 @@ def tiny_atari(**env) -> Experiment:
     return replace(
         base,
         env=Atari(game="Breakout", time_limit_frames=600, **env),
-        algo=replace(base.algo, unroll=5, batch_size=2),
+        algo=configure(base.algo, unroll=5, batch_size=2),
         runtime=Local(envs=2, threads=1),
         frames=80,
         evaluation=Evaluation(episodes=0),

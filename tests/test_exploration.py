@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bestiary.algos.exploration import Fixed, Novelty
+from bestiary.algos.exploration import CountBasedExploration, FixedExploration
 from bestiary.ops.policy import epsilon_greedy
 from bestiary.types import TimeStep
 
@@ -22,7 +22,7 @@ def row(obs: Tensor, prev_action: list[int] | None = None) -> TimeStep:
 
 
 def test_a_fixed_explorer_says_the_same_of_every_row():
-    explorer = Fixed(torch.tensor([0.0, 0.25, 1.0]))
+    explorer = FixedExploration(torch.tensor([0.0, 0.25, 1.0]))
     for obs in (torch.zeros(3, 2), torch.randn(3, 2)):
         assert explorer(row(obs)).tolist() == [0.0, 0.25, 1.0]
     explorer.load_state_dict(explorer.state_dict())
@@ -39,7 +39,7 @@ def opening(obs: Tensor) -> TimeStep:
 
 def test_what_an_episode_shows_often_is_explored_less_each_time():
     """A corridor of ten steps: as much in all of it as at its beginning, and as at the junction."""
-    explorer = Novelty(0.4)
+    explorer = CountBasedExploration(0.4)
     for _ in range(50):
         told = [explorer(opening(one(1.0))).item()]
         told += [explorer(row(one(0.0))).item() for _ in range(10)]
@@ -49,14 +49,14 @@ def test_what_an_episode_shows_often_is_explored_less_each_time():
 
 
 def test_what_few_episodes_show_is_explored_no_more_than_what_all_do():
-    explorer = Novelty(0.4)
+    explorer = CountBasedExploration(0.4)
     for _ in range(9):
         explorer(opening(one(1.0)))
     assert explorer(row(one(5.0))).item() == pytest.approx(0.4)
 
 
 def test_the_row_that_opens_an_episode_is_not_one_that_the_first_action_led_to():
-    explorer = Novelty(1.0)
+    explorer = CountBasedExploration(1.0)
     for _ in range(20):
         explorer(row(one(0.0), [0]))
     assert explorer(opening(one(0.0))).item() == 1.0  # seen once in one episode
@@ -67,7 +67,7 @@ def test_the_row_that_opens_an_episode_is_not_one_that_the_first_action_led_to()
 def test_observations_and_the_actions_that_led_to_them_are_counted_apart(dtype):
     """Against a dictionary: pictures or vectors of few values, so that each is seen again and again."""
     rng = torch.Generator().manual_seed(1)
-    explorer, seen, episodes = Novelty(0.9), Counter(), 0
+    explorer, seen, episodes = CountBasedExploration(0.9), Counter(), 0
     for _ in range(200):
         obs = torch.randint(3, (4, 1, 2, 2), generator=rng).to(dtype)
         action = torch.randint(2, (4,), generator=rng)
@@ -82,13 +82,13 @@ def test_observations_and_the_actions_that_led_to_them_are_counted_apart(dtype):
 
 
 def test_slots_that_see_the_same_at_once_know_it_from_each_other():
-    explorer = Novelty(0.6)
+    explorer = CountBasedExploration(0.6)
     explorer(opening(one(9.0)))
     assert explorer(row(torch.tensor([[1.0], [2.0], [1.0], [1.0]]))).tolist() == pytest.approx([0.2, 0.6, 0.2, 0.2])
 
 
 def test_a_small_difference_anywhere_is_a_difference():
-    explorer = Novelty(1.0)
+    explorer = CountBasedExploration(1.0)
     picture = torch.full((1, 3, 5, 5), 204, dtype=torch.uint8)
     explorer(opening(picture))
     explorer(row(picture))
@@ -106,7 +106,7 @@ def test_many_observations_hardly_ever_share_a_place():
     count = 4_000
     codes = torch.arange(count)[:, None] // (4 ** torch.arange(6)) % 4  # corridors and rooms: few values, much alike
     for obs in (codes.float(), codes.to(torch.uint8), torch.rand(count, 3)):
-        explorer = Novelty(1.0)
+        explorer = CountBasedExploration(1.0)
         explorer(row(obs))
         # by chance count^2 / 2 pairs meet in 2^20 places: about 8
         assert np.count_nonzero(explorer.counts) > count - 40
@@ -114,7 +114,7 @@ def test_many_observations_hardly_ever_share_a_place():
 
 @pytest.mark.parametrize("empty", [True, False])
 def test_what_was_counted_is_saved_and_restored(empty):
-    explorer, other = Novelty(0.7), Novelty(0.7)
+    explorer, other = CountBasedExploration(0.7), CountBasedExploration(0.7)
     rows = [row(torch.randint(3, (4, 3)).float())._replace(is_first=torch.rand(4) < 0.1) for _ in range(30)]
     for r in [] if empty else rows[:20]:
         explorer(r)
@@ -129,7 +129,7 @@ def test_what_was_counted_is_saved_and_restored(empty):
 
 
 def test_nothing_saved_means_nothing_seen():
-    explorer = Novelty(0.7)
+    explorer = CountBasedExploration(0.7)
     for _ in range(3):
         explorer(row(one(1.0)))
     explorer.load_state_dict({})

@@ -31,7 +31,7 @@ CORES = {
 }
 ALGOS = {
     "impala": Impala(),
-    "dqn": Dqn(head=(16,), novelty=0.5),
+    "dqn": Dqn(head=(16,), count_epsilon=0.5),
     "apex": Apex(head=(16,), epsilon_base=0.9, epsilon_alpha=3.0),
     "r2d2": R2d2(head=(), epsilon_base=0.9),
     "sac-discrete": SacDiscrete(head=(16, 8)),

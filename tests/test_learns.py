@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from helpers.settings import configure
 
 import bestiary
 from bestiary.algos import Apex, R2d2, SacDiscrete
@@ -73,22 +74,23 @@ def test_dqn_without_memory_solves_the_tmaze_when_it_is_shown_the_goal(tmp_path)
 
 
 def test_sac_discrete_solves_recall(tmp_path):
-    algo = SacDiscrete(
-        unroll=8, batch_size=32, capacity=50_000, ratio=0.05, temperature=0.02, head=(64,), shared_encoder=True,
-        freeze_critic=True, optimizer=Adam(lr=2e-3),
+    algo = configure(
+        SacDiscrete, unroll=8, batch_size=32, capacity=50_000, updates_per_step=0.05, temperature=0.02, head=(64,),
+        shared_encoder=True, freeze_critic=True, optimizer=Adam(lr=2e-3),
     )  # fmt: skip
     core = DeltaNet(**SMALL, feature_map="silu", beta_bias=2.0)
     assert score(replace(RECALL, algo=algo, core=core, frames=40_000), tmp_path / "run") > 0.95
 
 
-APEX = Apex(
+APEX = configure(
+    Apex,
     unroll=10,
     batch_size=64,
     burn_in=0,
     capacity=50_000,
     warmup=2_000,
-    ratio=0.05,
-    period=100,
+    updates_per_step=0.05,
+    target_update_period=100,
     head=(64,),
     optimizer=Adam(lr=1e-3),
 )
@@ -103,18 +105,19 @@ def test_apex_solves_catch(tmp_path):
 R2D2 = replace(
     RECALL,
     env=Recall(delay=4),
-    algo=R2d2(
+    algo=configure(
+        R2d2,
         unroll=4,
         batch_size=32,
-        window=4,
+        sequence_length=4,
         burn_in=0,
         capacity=50_000,
         warmup=4_000,
-        ratio=0.05,
+        updates_per_step=0.05,
         discount=0.99,
         n_step=3,
-        rescale=None,
-        period=100,
+        value_rescale_eps=None,
+        target_update_period=100,
         head=(64,),
         optimizer=Adam(lr=2e-3),
     ),
@@ -133,7 +136,7 @@ def test_r2d2_carries_a_cue_into_sequences_that_do_not_show_it(tmp_path, name):
 
 
 def test_r2d2_without_stored_memory_and_burn_in_does_worse(tmp_path):
-    algo = replace(R2D2.algo, stored_state=False)
+    algo = configure(R2D2.algo, stored_state=False)
     assert score(replace(R2D2, core=R2D2_CORES["delta-net"], algo=algo), tmp_path / "run") < 0.8
 
 

@@ -24,13 +24,13 @@ from helpers.learners import (
     windows,
 )
 from helpers.runs import interrupted, rows, same, tiny, weights
+from helpers.settings import configure
 from torch import Tensor, nn
 
 import bestiary
 from bestiary.algos import Dqn, SacDiscrete
 from bestiary.algos.dqn import DqnLearner
-from bestiary.algos.exploration import Novelty
-from bestiary.algos.off_policy import OffPolicy
+from bestiary.algos.exploration import CountBasedExploration
 from bestiary.algos.q_learning import QAgent
 from bestiary.algos.sac_discrete import SacAgent, SacLearner
 from bestiary.cores import Gpt, Lstm
@@ -38,6 +38,7 @@ from bestiary.envs import Recall
 from bestiary.errors import UserError
 from bestiary.nets import Mlp, Net, SmallCnn, Torso
 from bestiary.nets.optim import Adam, RmsProp
+from bestiary.replay import Uniform
 from bestiary.runtime import Local, Overlap
 from bestiary.runtime.start import start
 from bestiary.training.display import NullDisplay
@@ -81,12 +82,16 @@ def plain_dqn(cfg: Dqn, agent: QAgent, target: QAgent, t: Trajectory, gamma: flo
                     errors.append(error**2)
                 else:
                     errors.append(0.5 * error**2 if error.abs() < 1 else error.abs() - 0.5)
-                weights.append(error.abs().item() ** cfg.focus)
+                weights.append(error.abs().item() ** cfg.td_weight_exponent)
     return sum(w * error for w, error in zip(weights, errors, strict=True)) / sum(weights)
 
 
+def loss_of(learner: DqnLearner | SacLearner, t: Trajectory) -> tuple[Tensor, dict[str, Tensor]]:
+    return learner.loss(Batch(t))[:2] if isinstance(learner, DqnLearner) else learner.loss(t)
+
+
 def dqn_learner(**settings: Any) -> DqnLearner:
-    cfg = Dqn(**{**SMALL, "epsilon_last": 0.1, **settings})
+    cfg = configure(Dqn, **{**SMALL, "epsilon_last": 0.1, **settings})
     learner = cfg.learner(cfg.agent(SPEC, NET, CORE), 4000)
     shaken(learner.agent)
     shaken(learner.target.module, 2)
@@ -94,21 +99,23 @@ def dqn_learner(**settings: Any) -> DqnLearner:
 
 
 CASES: dict[str, tuple[Callable[[int], Trajectory], dict[str, Any]]] = {
-    "windows": (windows, {"window": 8}),
+    "windows": (windows, {"sequence_length": 8}),
     "episodes": (episodes, {}),
-    "burn-in": (windows, {"window": 8, "burn_in": 3}),
-    "burn-in of one row": (windows, {"window": 8, "burn_in": 1}),
-    "stored state": (lambda seed: windows(seed, state=True), {"window": 8, "stored_state": True}),
+    "burn-in": (windows, {"sequence_length": 8, "burn_in": 3}),
+    "burn-in of one row": (windows, {"sequence_length": 8, "burn_in": 1}),
+    "stored state": (lambda seed: windows(seed, state=True), {"sequence_length": 8, "stored_state": True}),
     "stored state and burn-in": (
         lambda seed: windows(seed, state=True),
-        {"window": 8, "burn_in": 3, "stored_state": True},
+        {"sequence_length": 8, "burn_in": 3, "stored_state": True},
     ),
 }
 
 
 @double
 @pytest.mark.parametrize("trace_decay", [0.0, 0.8])
-@pytest.mark.parametrize("rule", [{"double": True}, {"double": False}, {"huber": True}, {"focus": 1.5}], ids=str)
+@pytest.mark.parametrize(
+    "rule", [{"double": True}, {"double": False}, {"huber": True}, {"td_weight_exponent": 1.5}], ids=str
+)
 @pytest.mark.parametrize("case", CASES)
 def test_the_loss_of_dqn_and_its_gradient_are_those_of_a_loop(case, rule, trace_decay):
     make, settings = CASES[case]
@@ -117,7 +124,7 @@ def test_the_loss_of_dqn_and_its_gradient_are_those_of_a_loop(case, rule, trace_
     assert isinstance(target, QAgent)
     for seed in range(4):
         t = make(seed)
-        loss, metrics = learner.loss(t)
+        loss, metrics = loss_of(learner, t)
         expected = plain_dqn(learner.cfg, learner.agent, target, t, 0.9)  # type: ignore[arg-type]
         assert loss.item() == pytest.approx(expected.item(), rel=1e-10)
         assert metrics["loss"].item() == loss.item()
@@ -130,17 +137,17 @@ def test_the_loss_of_dqn_and_its_gradient_are_those_of_a_loop(case, rule, trace_
 def test_the_numbers_of_the_cases_make_a_difference():
     """An oracle that agrees with everything shows nothing."""
     losses = [
-        dqn_learner(**settings).loss(windows(state=True))[0].item()
+        loss_of(dqn_learner(**settings), windows(state=True))[0].item()
         for settings in (
-            {"window": 8},
-            {"window": 8, "double": False},
-            {"window": 8, "huber": True},
-            {"window": 8, "focus": 1.5},
-            {"window": 8, "trace_decay": 0.8},
-            {"window": 8, "burn_in": 3},
+            {"sequence_length": 8},
+            {"sequence_length": 8, "double": False},
+            {"sequence_length": 8, "huber": True},
+            {"sequence_length": 8, "td_weight_exponent": 1.5},
+            {"sequence_length": 8, "trace_decay": 0.8},
+            {"sequence_length": 8, "burn_in": 3},
         )
     ]
-    losses.append(dqn_learner(window=8).loss(windows())[0].item())  # without the state
+    losses.append(loss_of(dqn_learner(sequence_length=8), windows())[0].item())  # without the state
     assert len({round(x, 6) for x in losses}) == 7
 
 
@@ -151,8 +158,8 @@ def test_padding_changes_neither_loss_nor_gradient():
     for b, length in enumerate((9, 4, 6)):
         step = TimeStep(*(x[:length, b : b + 1] for x in t.step))
         one = Trajectory(step, t.action[:length, b : b + 1], {}, (), t.version[:1])
-        alone.append((length - 1) * learner.loss(one)[0])
-    loss = learner.loss(t)[0]
+        alone.append((length - 1) * loss_of(learner, one)[0])
+    loss = loss_of(learner, t)[0]
     whole = torch.stack(alone).sum() / (8 + 3 + 5)
     assert loss.item() == pytest.approx(whole.item(), rel=1e-12)
     assert_close(gradients(loss, learner.agent), gradients(whole, learner.agent))
@@ -162,8 +169,13 @@ def test_padding_changes_neither_loss_nor_gradient():
 def test_a_batch_without_a_move_teaches_nothing():
     t = windows()
     padding = t._replace(step=t.step._replace(is_first=torch.ones_like(t.step.is_first)))
-    for learner in (dqn_learner(), dqn_learner(focus=2.0), sac_learner(), sac_learner(focus=2.0)):
-        loss, metrics = learner.loss(padding)
+    for learner in (
+        dqn_learner(),
+        dqn_learner(td_weight_exponent=2.0),
+        sac_learner(),
+        sac_learner(td_weight_exponent=2.0),
+    ):
+        loss, metrics = loss_of(learner, padding)
         assert all(torch.isfinite(x) for x in metrics.values())
         assert all(not g.any() for g in gradients(loss, learner.agent).values())
 
@@ -171,7 +183,7 @@ def test_a_batch_without_a_move_teaches_nothing():
 # -- targets --------------------------------------------------------------------------------------------------------
 
 
-def make_learner(cfg: OffPolicy, net: Net = NET, core: Any = CORE, total_steps: int = 4000) -> Any:
+def make_learner(cfg: Dqn | SacDiscrete, net: Net = NET, core: Any = CORE, total_steps: int = 4000) -> Any:
     agent = cfg.agent(SPEC, net, core)  # type: ignore[attr-defined]
     return cfg.learner(agent, total_steps)  # type: ignore[attr-defined]
 
@@ -185,10 +197,10 @@ def pairs(learner: Any) -> list[tuple[nn.Module, nn.Module]]:
 
 
 TARGETS = {
-    "dqn": Dqn(**SMALL, epsilon_last=0.1),
-    "sac": SacDiscrete(**SMALL),
-    "sac-encoder": SacDiscrete(**SMALL, target_encoder=True),
-    "sac-shared-encoder": SacDiscrete(**SMALL, shared_encoder=True, target_encoder=True),
+    "dqn": configure(Dqn, **SMALL, epsilon_last=0.1),
+    "sac": configure(SacDiscrete, **SMALL),
+    "sac-encoder": configure(SacDiscrete, **SMALL, target_encoder=True),
+    "sac-shared-encoder": configure(SacDiscrete, **SMALL, shared_encoder=True, target_encoder=True),
 }
 
 
@@ -208,7 +220,7 @@ def test_the_target_follows_a_little_after_every_update(cfg):
 @double
 @pytest.mark.parametrize("cfg", TARGETS.values(), ids=TARGETS)
 def test_the_target_is_copied_after_every_period_and_rests_between(cfg):
-    learner = make_learner(replace(cfg, tau=None, period=3))
+    learner = make_learner(replace(cfg, tau=None, target_update_period=3))
     for k in range(1, 8):
         before = [copy.deepcopy(list(mine.parameters())) for mine, _ in pairs(learner)]
         learner.update(Batch(windows(k)))
@@ -221,14 +233,14 @@ def test_the_target_is_copied_after_every_period_and_rests_between(cfg):
 @pytest.mark.parametrize("cfg", TARGETS.values(), ids=TARGETS)
 def test_no_gradient_reaches_a_target(cfg):
     learner = make_learner(cfg)
-    loss, _ = learner.loss(windows())
+    loss, _ = loss_of(learner, windows())
     for mine, theirs in pairs(learner):
         assert not any(p.requires_grad for p in mine.parameters())
         ours = {id(p) for p in mine.parameters()}
         assert not ours & {id(p) for group in learner.optimizer.param_groups for p in group["params"]}
         assert not ours & {id(p) for p in theirs.parameters()}
         mine.requires_grad_(True)
-    again, _ = learner.loss(windows())
+    again, _ = loss_of(learner, windows())
     assert again.item() == loss.item()
     for mine, _ in pairs(learner):
         assert not any(g.any() for g in gradients(again, mine).values())
@@ -250,7 +262,7 @@ def count_calls(modules: dict[str, nn.Module]) -> dict[str, int]:
 
 @pytest.mark.parametrize("rule", [{}, {"double": False}, {"trace_decay": 0.8, "huber": True}], ids=str)
 def test_dqn_asks_each_of_its_networks_once_per_update(rule):
-    learner = make_learner(Dqn(**SMALL, epsilon_last=0.1, **rule))
+    learner = make_learner(configure(Dqn, **SMALL, epsilon_last=0.1, **rule))
     target = learner.target.module
     calls = count_calls(
         {"torso": learner.agent.torso, "head": learner.agent.head, "slow": target.torso, "slow head": target.head}
@@ -264,7 +276,7 @@ def test_dqn_asks_each_of_its_networks_once_per_update(rule):
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("slow", [True, False])
 def test_sac_asks_each_of_its_networks_once_per_update(shared, slow):
-    learner = make_learner(SacDiscrete(**SMALL, shared_encoder=shared, target_encoder=slow))
+    learner = make_learner(configure(SacDiscrete, **SMALL, shared_encoder=shared, target_encoder=slow))
     modules = {"policy": learner.agent.policy, "critics": learner.critics, "slow critics": learner.target.module}
     modules |= {"torso": learner.torso, "own torso": learner.agent.torso}
     if slow:
@@ -292,7 +304,7 @@ def test_targets_see_without_dropout_and_learning_with_it(cfg):
         told.append(torso(t.step, torso.initial_state(3))[0])
     assert torch.equal(told[0], told[1])
     assert not torch.equal(told[2], told[3])
-    assert learner.loss(t)[0].item() != learner.loss(t)[0].item()
+    assert loss_of(learner, t)[0].item() != loss_of(learner, t)[0].item()
     learner.update(Batch(t))
     assert all(not m.training for mine, _ in pairs(learner) for m in mine.modules())
 
@@ -301,8 +313,8 @@ def test_targets_see_without_dropout_and_learning_with_it(cfg):
 
 
 def sac_learner(**settings: Any) -> SacLearner:
-    learner = make_learner(SacDiscrete(**(SMALL | settings)))
-    shaken(learner.everything)
+    learner = make_learner(configure(SacDiscrete, **(SMALL | settings)))
+    shaken(learner.modules)
     for n, (mine, _) in enumerate(pairs(learner)):
         shaken(mine, 2 + n)
     return learner
@@ -341,7 +353,7 @@ def plain_sac(learner: SacLearner, t: Trajectory, alpha: float) -> tuple[Tensor,
             entropy.append(-(pi * pi.log()).sum().item())
     losses = []
     for errors in torch.stack(critic).T:  # each critic has surprises of its own
-        weights = [abs(e.item()) ** cfg.focus for e in errors]
+        weights = [abs(e.item()) ** cfg.td_weight_exponent for e in errors]
         losses.append(0.5 * sum(w * e**2 for w, e in zip(weights, errors, strict=True)) / sum(weights))
     return losses[0] + losses[1], torch.stack(policy).mean(), sum(entropy) / len(entropy)
 
@@ -351,7 +363,7 @@ SAC = {
     "separate, slow encoder": {"target_encoder": True},
     "shared": {"shared_encoder": True},
     "shared, frozen": {"shared_encoder": True, "freeze_critic": True},
-    "shared, frozen, focused": {"shared_encoder": True, "freeze_critic": True, "focus": 1.5},
+    "shared, frozen, focused": {"shared_encoder": True, "freeze_critic": True, "td_weight_exponent": 1.5},
     "shared, slow encoder": {"shared_encoder": True, "freeze_critic": True, "target_encoder": True},
 }
 
@@ -362,14 +374,14 @@ SAC = {
 def test_the_losses_of_sac_and_their_gradient_are_those_of_a_loop(kind, case):
     make, settings = CASES[case]
     learner, t = sac_learner(**SAC[kind], **settings, temperature=0.3), make(0)
-    loss, metrics = learner.loss(t)
+    loss, metrics = loss_of(learner, t)
     critic, policy, entropy = plain_sac(learner, t, 0.3)
     assert metrics["critic_loss"].item() == pytest.approx(critic.item(), rel=1e-10)
     assert metrics["policy_loss"].item() == pytest.approx(policy.item(), rel=1e-10)
     assert metrics["entropy"].item() == pytest.approx(entropy, rel=1e-10)
     assert loss.item() == pytest.approx((critic + policy).item(), rel=1e-10)
-    found = gradients(loss, learner.everything)
-    assert_close(found, gradients(critic + policy, learner.everything))
+    found = gradients(loss, learner.modules)
+    assert_close(found, gradients(critic + policy, learner.modules))
     assert all(g.any() for g in found.values())
 
 
@@ -377,7 +389,7 @@ def policys_share(learner: SacLearner, module: nn.Module) -> float:
     """How much of a module's gradient is not the critics' own."""
     t = windows()
     critic, _, _ = plain_sac(learner, t, learner.cfg.temperature)
-    whole, own = gradients(learner.loss(t)[0], module), gradients(critic, module)
+    whole, own = gradients(loss_of(learner, t)[0], module), gradients(critic, module)
     return max((whole[k] - own[k]).abs().max().item() for k in whole)
 
 
@@ -411,7 +423,7 @@ def test_a_frozen_critic_teaches_memory_nothing_through_the_policy():
 @double
 def test_a_learnt_temperature_rises_when_the_policy_is_too_sure_and_falls_when_it_is_not():
     for certain in (True, False):
-        learner = make_learner(SacDiscrete(**SMALL, entropy_target=0.7, optimizer=Adam(lr=1e-2)))
+        learner = make_learner(configure(SacDiscrete, **SMALL, entropy_target=0.7, optimizer=Adam(lr=1e-2)))
         with torch.no_grad():
             learner.agent.policy[-1].weight.zero_()
             learner.agent.policy[-1].bias.copy_(torch.tensor([9.0, 0, 0, 0]) if certain else torch.zeros(4))
@@ -429,7 +441,7 @@ def test_the_temperatures_gradient_is_the_gap_to_the_entropy_wanted():
     learner = sac_learner(entropy_target=0.7)
     with torch.no_grad():
         learner.log_temperature.fill_(math.log(0.4))
-    loss, metrics = learner.loss(windows())
+    loss, metrics = loss_of(learner, windows())
     (found,) = torch.autograd.grad(loss, [learner.log_temperature])
     assert metrics["temperature"].item() == pytest.approx(0.4)
     assert found.item() == pytest.approx(0.4 * (metrics["entropy"].item() - 0.7 * math.log(4)), rel=1e-10)
@@ -447,7 +459,7 @@ def test_a_fixed_temperature_stays():
 
 
 def test_exploration_falls_in_a_line_over_a_tenth_of_the_budget():
-    cfg = Dqn(**SMALL, ratio=0.25)  # 4000 steps: a tenth is 400, or 100 updates
+    cfg = configure(Dqn, **SMALL, updates_per_step=0.25)  # 4000 steps: a tenth is 400, or 100 updates
     learner = make_learner(cfg)
     assert learner.agent.epsilon.item() == 1.0
     for updates in (0, 1, 37, 99, 100, 101, 5000):
@@ -457,7 +469,9 @@ def test_exploration_falls_in_a_line_over_a_tenth_of_the_budget():
 
 @double
 def test_every_update_sets_how_much_to_explore_and_tells_it():
-    learner = make_learner(Dqn(**SMALL, epsilon_first=0.8, epsilon_last=0.2, epsilon_fraction=0.5, ratio=0.01))
+    learner = make_learner(
+        configure(Dqn, **SMALL, epsilon_first=0.8, epsilon_last=0.2, epsilon_fraction=0.5, updates_per_step=0.01)
+    )
     told = [learner.update(Batch(windows(k))).metrics["epsilon"].item() for k in range(22)]
     assert told == pytest.approx([0.8 - 0.6 * min(1, k / 20) for k in range(1, 23)])
     assert learner.agent.state_dict()["epsilon"].item() == pytest.approx(0.2)
@@ -465,7 +479,7 @@ def test_every_update_sets_how_much_to_explore_and_tells_it():
 
 @pytest.mark.parametrize("explore", [0.0, 1.0])
 def test_an_agent_explores_at_least_as_much_as_it_is_told(explore):
-    agent = Dqn(**SMALL).agent(SPEC, NET, CORE)
+    agent = configure(Dqn, **SMALL).agent(SPEC, NET, CORE)
     agent.epsilon.fill_(0.5)
     step = TimeStep(*(x[0, :1].expand(4000, *x.shape[2:]) for x in windows().step))
     step = step._replace(obs=step.obs.float(), reward=step.reward.float())
@@ -480,8 +494,8 @@ def test_an_agent_explores_at_least_as_much_as_it_is_told(explore):
 
 @pytest.mark.parametrize("cfg", TARGETS.values(), ids=TARGETS)
 def test_memory_may_have_a_learning_rate_of_its_own(cfg):
-    learner = make_learner(replace(cfg, memory_lr=1e-5, optimizer=Adam(lr=1e-3)))
-    everything = learner.agent if isinstance(learner, DqnLearner) else learner.everything
+    learner = make_learner(replace(cfg, core_lr=1e-5, optimizer=Adam(lr=1e-3)))
+    everything = learner.agent if isinstance(learner, DqnLearner) else learner.modules
     memory = {id(p) for m in everything.modules() if isinstance(m, Torso) for p in m.core.parameters()}
     rates = {id(p): group["lr"] for group in learner.optimizer.param_groups for p in group["params"]}
     assert len(memory) == 4 * len({id(m) for m in everything.modules() if isinstance(m, Torso)})
@@ -494,7 +508,7 @@ def test_memory_may_have_a_learning_rate_of_its_own(cfg):
 @double
 @pytest.mark.parametrize("cfg", TARGETS.values(), ids=TARGETS)
 def test_learning_rates_may_fall_to_nothing_over_the_budget(cfg):
-    cfg = replace(cfg, memory_lr=1e-5, optimizer=Adam(lr=1e-3), lr_decay="linear", ratio=0.01)
+    cfg = configure(cfg, core_lr=1e-5, optimizer=Adam(lr=1e-3), lr_decay="linear", updates_per_step=0.01)
     learner = make_learner(cfg, total_steps=400)  # four updates
 
     def rates() -> list[float]:
@@ -526,7 +540,7 @@ def test_a_gradient_is_clipped_only_if_asked(cfg):
         torch.manual_seed(0)
         learner = make_learner(replace(cfg, grad_norm=limit))
         norms[limit] = learner.update(Batch(windows())).metrics["grad_norm"].item()
-        everything = learner.agent if isinstance(learner, DqnLearner) else learner.everything
+        everything = learner.agent if isinstance(learner, DqnLearner) else learner.modules
         applied = torch.stack([p.grad.norm() for p in everything.parameters() if p.grad is not None]).norm().item()
         assert applied == pytest.approx(norms[None] if limit is None else limit, rel=1e-3)
     assert norms[None] == norms[1e-3] > 1e-3  # told as it was before
@@ -551,18 +565,20 @@ def test_lstm_cnn_sac_has_as_many_parameters_as_the_reference():
     agent = cfg.agent(Spec("rooms", (3, 5, 5), torch.uint8, 4), net, Lstm(hidden=128))
     learner = cfg.learner(agent, 1)
     trained = [p for group in learner.optimizer.param_groups for p in group["params"]]
-    assert sum(p.numel() for p in trained) == count(learner.everything) == 432_424
+    assert sum(p.numel() for p in trained) == count(learner.modules) == 432_424
 
 
 # -- saving ----------------------------------------------------------------------------------------------------------
 
 
 SAVED = TARGETS | {
-    "dqn-period": Dqn(**SMALL, tau=None, period=4, trace_decay=0.8, memory_lr=1e-4),
-    "dqn-rmsprop": Dqn(**SMALL, optimizer=RmsProp(momentum=0.9), grad_norm=1.0),
-    "sac-shared": SacDiscrete(**SMALL, shared_encoder=True, freeze_critic=True, memory_lr=1e-4),
-    "sac-temperature": SacDiscrete(**SMALL, entropy_target=0.7, memory_lr=1e-4),
-    "sac-shared-temperature": SacDiscrete(**SMALL, shared_encoder=True, entropy_target=0.7, tau=None, period=4),
+    "dqn-period": configure(Dqn, **SMALL, tau=None, target_update_period=4, trace_decay=0.8, core_lr=1e-4),
+    "dqn-rmsprop": configure(Dqn, **SMALL, optimizer=RmsProp(momentum=0.9), grad_norm=1.0),
+    "sac-shared": configure(SacDiscrete, **SMALL, shared_encoder=True, freeze_critic=True, core_lr=1e-4),
+    "sac-temperature": configure(SacDiscrete, **SMALL, entropy_target=0.7, core_lr=1e-4),
+    "sac-shared-temperature": configure(
+        SacDiscrete, **SMALL, shared_encoder=True, entropy_target=0.7, tau=None, target_update_period=4
+    ),
 }
 
 
@@ -591,12 +607,30 @@ def test_a_saved_learner_goes_on_bit_for_bit(cfg):
 
 # -- whole runs --------------------------------------------------------------------------------------------------------
 
-SHORT: dict[str, Any] = {"unroll": 7, "batch_size": 4, "head": (8,), "capacity": 700, "warmup": 120, "ratio": 0.1}
+SHORT: dict[str, Any] = {
+    "unroll": 7,
+    "batch_size": 4,
+    "head": (8,),
+    "capacity": 700,
+    "warmup": 120,
+    "updates_per_step": 0.1,
+}
 ALGOS = {
-    "dqn": Dqn(**SHORT, novelty=0.5, epsilon_fraction=0.5),
-    "dqn-windows": Dqn(**SHORT, window=5, burn_in=2, stored_state=True, trace_decay=0.8, tau=None, period=10),
-    "sac": SacDiscrete(**SHORT, entropy_target=0.5, discount=None),
-    "sac-shared": SacDiscrete(**SHORT, window=6, shared_encoder=True, freeze_critic=True, target_encoder=True),
+    "dqn": configure(Dqn, **SHORT, count_epsilon=0.5, epsilon_fraction=0.5),
+    "dqn-windows": configure(
+        Dqn,
+        **SHORT,
+        sequence_length=5,
+        burn_in=2,
+        stored_state=True,
+        trace_decay=0.8,
+        tau=None,
+        target_update_period=10,
+    ),
+    "sac": configure(SacDiscrete, **SHORT, entropy_target=0.5, discount=None),
+    "sac-shared": configure(
+        SacDiscrete, **SHORT, sequence_length=6, shared_encoder=True, freeze_critic=True, target_encoder=True
+    ),
 }
 
 
@@ -640,11 +674,11 @@ def test_counts_of_what_was_seen_survive_a_change_of_environments(tmp_path):
         if progress.frames > 600:
             break
     before = session.runtime.explorer
-    assert isinstance(before, Novelty)
+    assert isinstance(before, CountBasedExploration)
     wider = short(ALGOS["dqn"], runtime=Local(envs=6, threads=1))
     resumed = Session(wider, tmp_path / "run", NullDisplay()).runtime
     resumed.close()
-    assert isinstance(resumed.explorer, Novelty)
+    assert isinstance(resumed.explorer, CountBasedExploration)
     assert resumed.explorer is resumed.actor.explorer
     assert resumed.explorer.counts.sum() == before.counts.sum() > 600
 
@@ -659,7 +693,7 @@ def test_acting_and_learning_overlap_at_the_ratio_and_go_on_with_what_was_played
     for progress in session:
         updates = progress.updates
         with runtime.changed:
-            ahead = 0.1 * runtime.replay.rate_limiter.moves - updates
+            ahead = 0.1 * runtime.replay.rate_limiter.steps - updates
         if progress.frames > 400:
             assert 0 <= ahead <= 0.1 * 4 * 28
     assert updates > 80
@@ -667,10 +701,10 @@ def test_acting_and_learning_overlap_at_the_ratio_and_go_on_with_what_was_played
     longer = Session(replace(experiment, frames=2_000), tmp_path / "run", NullDisplay())
     replay: Any = longer.runtime.replay
     explorer = longer.runtime.explorer
-    for part, name in ((replay.ring, "newest"), (replay.rate_limiter, "moves"), (replay.rate_limiter, "batches")):
-        assert getattr(part, name) == saved[name]
+    assert replay.ring.newest == saved["newest"]
+    assert (replay.rate_limiter.steps, replay.rate_limiter.batches) == (saved["moves"], saved["batches"])
     assert replay.ring.newest >= 350
-    if isinstance(explorer, Novelty):
+    if isinstance(explorer, CountBasedExploration):
         assert explorer.counts.sum() >= 1_400
     *_, last = longer
     assert last.frames >= 2_000
@@ -679,7 +713,7 @@ def test_acting_and_learning_overlap_at_the_ratio_and_go_on_with_what_was_played
 
 @pytest.mark.timeout(300)
 def test_overlapping_waits_for_the_end_of_the_first_episode_however_late_it_comes(tmp_path):
-    algo = Dqn(**SHORT | {"warmup": 0, "ratio": 1.0, "unroll": 3}, epsilon_last=0.1)
+    algo = configure(Dqn, **SHORT | {"warmup": 0, "updates_per_step": 1.0, "unroll": 3}, epsilon_last=0.1)
     experiment = tiny(Recall(delay=30), algo=algo, runtime=Overlap(envs=2, threads=1), frames=150)
     run = bestiary.train(experiment, tmp_path / "run")
     assert run.load().trainer["runtime"]["learner"]["updates"] > 0
@@ -694,42 +728,60 @@ def test_overlapping_waits_for_the_end_of_the_first_episode_however_late_it_come
         (Dqn, {"unroll": 0}, r"algo\.unroll=0 must be at least 1"),
         (Dqn, {"discount": 1.5}, r"algo\.discount=1\.5 must lie in \[0, 1\]"),
         (SacDiscrete, {"tau": -0.1}, r"algo\.tau=-0\.1 must lie in \[0, 1\]"),
-        (Dqn, {"tau": None, "period": 0}, r"algo\.period=0 must be positive, or None"),
+        (Dqn, {"tau": None, "target_update_period": 0}, r"algo\.target-update-period=0 must be positive, or None"),
         (Dqn, {"grad_norm": 0.0}, r"algo\.grad-norm=0\.0 must be positive, or None"),
-        (SacDiscrete, {"memory_lr": -1.0}, r"algo\.memory-lr=-1\.0 must be positive, or None"),
-        (Dqn, {"period": 10}, r"set one of algo\.tau .* and algo\.period"),
-        (Dqn, {"tau": None}, r"set one of algo\.tau .* and algo\.period"),
-        (Dqn, {"burn_in": -1, "window": 5}, r"algo\.burn-in=-1 must be at least 0 and below algo\.window=5"),
-        (Dqn, {"burn_in": 5, "window": 5}, r"algo\.burn-in=5 must be at least 0 and below algo\.window=5"),
-        (SacDiscrete, {"burn_in": 1}, r"algo\.burn-in=1 must be at least 0 and below algo\.window=None"),
+        (SacDiscrete, {"core_lr": -1.0}, r"algo\.core-lr=-1\.0 must be positive, or None"),
+        (Dqn, {"target_update_period": 10}, r"set one of algo\.tau .* and algo\.target-update-period"),
+        (Dqn, {"tau": None}, r"set one of algo\.tau .* and algo\.target-update-period"),
+        (
+            Dqn,
+            {"burn_in": -1, "sequence_length": 5},
+            r"algo\.burn-in=-1 must be at least 0 and below algo\.replay\.sequence-length=5",
+        ),
+        (
+            Dqn,
+            {"burn_in": 5, "sequence_length": 5},
+            r"algo\.burn-in=5 must be at least 0 and below algo\.replay\.sequence-length=5",
+        ),
+        (
+            SacDiscrete,
+            {"burn_in": 1},
+            r"algo\.burn-in=1 must be at least 0 and below algo\.replay\.sequence-length=None",
+        ),
         (Dqn, {"head": (256, 0)}, r"algo\.head=\(256, 0\) must be layers of at least one unit"),
         (Dqn, {"trace_decay": 1.1}, r"algo\.trace-decay=1\.1 must lie in \[0, 1\]"),
-        (SacDiscrete, {"focus": -1.0}, r"algo\.focus=-1\.0 must be at least 0"),
+        (SacDiscrete, {"td_weight_exponent": -1.0}, r"algo\.td-weight-exponent=-1\.0 must be at least 0"),
         (Dqn, {"epsilon_first": 2.0}, r"algo\.epsilon-first=2\.0 must lie in \[0, 1\]"),
         (Dqn, {"epsilon_last": -0.5}, r"algo\.epsilon-last=-0\.5 must lie in \[0, 1\]"),
         (Dqn, {"epsilon_fraction": 10}, r"algo\.epsilon-fraction=10 must lie in \[0, 1\]"),
-        (Dqn, {"novelty": 1.5}, r"algo\.novelty=1\.5 must lie in \[0, 1\]"),
+        (Dqn, {"count_epsilon": 1.5}, r"algo\.count-epsilon=1\.5 must lie in \[0, 1\]"),
         (SacDiscrete, {"temperature": 0.0}, r"algo\.temperature=0\.0 must be positive"),
         (SacDiscrete, {"entropy_target": 1.2}, r"algo\.entropy-target=1\.2 must lie in \[0, 1\]"),
     ],
 )
 def test_numbers_that_cannot_work_are_refused(cls, settings, sentence):
     with pytest.raises(UserError, match=sentence):
-        cls(**settings)
+        configure(cls, **settings)
 
 
 @pytest.mark.parametrize("cls", [Dqn, SacDiscrete])
 def test_samples_that_cannot_be_are_refused_where_the_length_of_an_episode_is_known(cls):
     def start(**settings):
-        cls(**settings).learner(cls(**settings).agent(SPEC, NET, CORE), 100)
+        configure(cls, **settings).learner(configure(cls, **settings).agent(SPEC, NET, CORE), 100)
 
-    with pytest.raises(UserError, match=r"algo\.window=9 is longer than any episode of toy \(8 moves\)"):
-        start(window=9)
-    with pytest.raises(UserError, match=r"algo\.capacity=511 is too small for one batch: it needs 512 moves"):
+    with pytest.raises(
+        UserError, match=r"algo\.replay\.sequence-length=9 is longer than any episode of toy \(8 steps\)"
+    ):
+        start(sequence_length=9)
+    with pytest.raises(
+        UserError, match=r"algo\.replay\.capacity=511 is too small for one batch: it needs 512 transitions"
+    ):
         start(capacity=511)
-    with pytest.raises(UserError, match=r"algo\.capacity=100 is too small for one batch: it needs 128 moves"):
-        start(capacity=100, window=2)
-    cls(window=9, capacity=20).check_fits(SPEC._replace(horizon=None))
+    with pytest.raises(
+        UserError, match=r"algo\.replay\.capacity=100 is too small for one batch: it needs 128 transitions"
+    ):
+        start(capacity=100, sequence_length=2)
+    Uniform(batch_size=1, sequence_length=9, capacity=20).check_fits(SPEC._replace(horizon=None))
 
 
 @pytest.mark.parametrize(
@@ -744,17 +796,16 @@ def test_what_follows_from_the_length_of_an_episode_must_be_said_where_that_is_n
 
 
 def test_the_replay_is_built_from_the_numbers_of_the_algorithm():
-    cfg = Dqn(batch_size=5, window=7, capacity=900, warmup=11, ratio=0.5, stored_state=True)
-    built = cfg.replay_builder(3)
-    assert (built.streams, built.batch_size, built.window, built.capacity) == (3, 5, 7, 900)
-    assert (built.warmup, built.ratio, built.stored_state) == (11, 0.5, True)
+    replay = Uniform(5, 900, 11, updates_per_step=0.5, sequence_length=7, stored_state=True)
+    built = Dqn(replay=replay, unroll=6).replay_builder(3)
+    assert (built.cfg, built.streams, built.unroll) == (replay, 3, 6)
 
 
 def test_novelty_is_counted_only_if_asked_for():
     assert Dqn().explorer(3)(windows()[0]).tolist() == [0.0, 0.0, 0.0]
-    explorer = Dqn(novelty=0.3).explorer(3)
-    assert isinstance(explorer, Novelty)
-    assert explorer.chance == 0.3
+    explorer = Dqn(count_epsilon=0.3).explorer(3)
+    assert isinstance(explorer, CountBasedExploration)
+    assert explorer.scale == 0.3
 
 
 def test_learners_belong_to_their_agents():

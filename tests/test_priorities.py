@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from bestiary.algos.exploration import ladder
-from bestiary.ops.priorities import importance, sequence_priority
+from bestiary.algos.exploration import per_actor_epsilon
+from bestiary.ops.priorities import importance_weights, sequence_priority
 
 R2D2 = np.load(Path(__file__).parent / "data" / "r2d2.npz")
 
@@ -35,7 +35,7 @@ def test_importance_weights_match_golden(case):
     share = z["priority"] ** z["alpha"]
     share = share / share.sum()
     torch.testing.assert_close(share, z["probability"], rtol=1e-12, atol=0)
-    drawn = importance(share[z["index"]], len(share), z["beta"].item())
+    drawn = importance_weights(share[z["index"]], len(share), z["beta"].item())
     torch.testing.assert_close(drawn, z["is_weight_batch_max"], rtol=1e-12, atol=0)
     assert drawn.max() == 1
 
@@ -43,4 +43,4 @@ def test_importance_weights_match_golden(case):
 @pytest.mark.parametrize("name", [k for k in R2D2.files if k.startswith("ladder/")])
 def test_the_ladder_matches_golden(name):
     wanted = torch.from_numpy(R2D2[name]).float()
-    torch.testing.assert_close(ladder(len(wanted), 0.4, 7.0), wanted, rtol=1e-6, atol=0)
+    torch.testing.assert_close(per_actor_epsilon(len(wanted), 0.4, 7.0), wanted, rtol=1e-6, atol=0)

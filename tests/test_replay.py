@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bestiary.replay import Fifo
-from bestiary.replay.fifo import FifoReplay
+from bestiary.replay.fifo import FifoBuilder, FifoReplay
 from bestiary.types import Batch, TimeStep, Trajectory
 
 ROWS = 4  # three moves
@@ -50,11 +50,11 @@ def drain(replay: FifoReplay) -> Iterator[Batch]:
 
 
 def test_an_empty_queue_has_no_batch():
-    assert Fifo(batch_size=1, capacity=4).build().sample() is None
+    assert FifoBuilder(Fifo(batch_size=1, capacity=4), 1).build().sample() is None
 
 
 def test_a_batch_waits_until_it_is_full():
-    replay = Fifo(batch_size=3, capacity=8).build()
+    replay = FifoBuilder(Fifo(batch_size=3, capacity=8), 1).build()
     replay.add(trajectory(0, 2))
     assert replay.sample() is None
     replay.add(trajectory(2, 1))
@@ -63,7 +63,7 @@ def test_a_batch_waits_until_it_is_full():
 
 
 def test_one_wide_trajectory_makes_many_batches():
-    replay = Fifo(batch_size=2, capacity=8).build()
+    replay = FifoBuilder(Fifo(batch_size=2, capacity=8), 1).build()
     replay.add(trajectory(0, 7))
     for streams in ([0, 1], [2, 3], [4, 5]):
         assert_streams(replay.sample(), streams)
@@ -75,7 +75,7 @@ def test_one_wide_trajectory_makes_many_batches():
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 5, 8, 13])
 @pytest.mark.parametrize("widths", [[1] * 13, [3, 1, 4, 1, 5, 9, 2, 6], [13], [2, 2, 2, 2], [8, 8, 8]], ids=str)
 def test_each_stream_is_given_out_once_and_in_order(widths, batch_size):
-    replay = Fifo(batch_size, capacity=100).build()
+    replay = FifoBuilder(Fifo(batch_size, capacity=100), 1).build()
     told, added, given = [], 0, []
     for width in widths:
         replay.add(trajectory(added, width))
@@ -90,7 +90,7 @@ def test_each_stream_is_given_out_once_and_in_order(widths, batch_size):
 
 
 def test_draining_late_gives_the_same_batches_as_draining_at_once():
-    replay = Fifo(batch_size=4, capacity=100).build()
+    replay = FifoBuilder(Fifo(batch_size=4, capacity=100), 1).build()
     for first, width in ((0, 3), (3, 6), (9, 1), (10, 5)):
         replay.add(trajectory(first, width))
     for i, batch in enumerate(drain(replay)):
@@ -99,7 +99,7 @@ def test_draining_late_gives_the_same_batches_as_draining_at_once():
 
 
 def test_producers_are_told_to_wait_when_enough_is_waiting():
-    replay = Fifo(batch_size=2, capacity=5).build()
+    replay = FifoBuilder(Fifo(batch_size=2, capacity=5), 1).build()
     fullness = []
     for first in range(0, 6, 2):
         replay.add(trajectory(first, 2))
@@ -111,7 +111,7 @@ def test_producers_are_told_to_wait_when_enough_is_waiting():
 
 def half_used() -> FifoReplay:
     """Some streams gone, one trajectory cut in two, others untouched."""
-    replay = Fifo(batch_size=4, capacity=100).build()
+    replay = FifoBuilder(Fifo(batch_size=4, capacity=100), 1).build()
     for first, width in ((0, 3), (3, 6), (9, 4)):
         replay.add(trajectory(first, width))
     assert_streams(replay.sample(), [0, 1, 2, 3])
@@ -120,7 +120,7 @@ def half_used() -> FifoReplay:
 
 def test_a_saved_queue_goes_on_as_if_nothing_had_happened():
     saved = half_used()
-    restored = Fifo(batch_size=4, capacity=100).build()
+    restored = FifoBuilder(Fifo(batch_size=4, capacity=100), 1).build()
     restored.add(trajectory(50, 2))  # what was there before is replaced
     restored.load_state_dict(saved.state_dict())
     for replay in (saved, restored):
@@ -136,7 +136,7 @@ def test_saving_does_not_disturb_the_queue():
     replay = half_used()
     state = replay.state_dict()
     assert_streams(replay.sample(), [4, 5, 6, 7])
-    restored = Fifo(batch_size=4, capacity=100).build()
+    restored = FifoBuilder(Fifo(batch_size=4, capacity=100), 1).build()
     restored.load_state_dict(state)
     assert_streams(restored.sample(), [4, 5, 6, 7])
 
@@ -145,7 +145,7 @@ def test_a_saved_queue_survives_a_file_that_is_safe_to_load():
     file = io.BytesIO()
     torch.save(half_used().state_dict(), file)
     file.seek(0)
-    restored = Fifo(batch_size=4, capacity=100).build()
+    restored = FifoBuilder(Fifo(batch_size=4, capacity=100), 1).build()
     restored.load_state_dict(torch.load(file, weights_only=True))
     assert isinstance(restored.waiting[0], Trajectory)
     assert isinstance(restored.waiting[0].step, TimeStep)
@@ -153,7 +153,7 @@ def test_a_saved_queue_survives_a_file_that_is_safe_to_load():
 
 
 def test_an_empty_queue_can_be_saved():
-    replay = Fifo(batch_size=1, capacity=1).build()
+    replay = FifoBuilder(Fifo(batch_size=1, capacity=1), 1).build()
     replay.load_state_dict(replay.state_dict())
     assert replay.sample() is None
 
@@ -165,13 +165,14 @@ def test_a_batch_of_nothing_is_refused():
 
 def test_a_batch_that_can_never_be_filled_is_refused_with_a_way_out():
     with pytest.raises(
-        ValueError, match=r"batch-size=33 can never be filled.*lower --algo\.batch-size to 32.*--algo\.queue"
+        ValueError,
+        match=r"batch-size=33 can never be filled.*lower --algo\.replay\.batch-size to 32.*--algo\.replay\.capacity",
     ):
-        Fifo(batch_size=33, capacity=32)
+        FifoBuilder(Fifo(batch_size=33), 16)
 
 
 def test_a_queue_may_be_exactly_as_long_as_a_batch():
-    replay = Fifo(batch_size=4, capacity=4).build()
+    replay = FifoBuilder(Fifo(batch_size=4, capacity=4), 1).build()
     replay.add(trajectory(0, 4))
     assert replay.full
     assert_streams(replay.sample(), [0, 1, 2, 3])
@@ -179,4 +180,4 @@ def test_a_queue_may_be_exactly_as_long_as_a_batch():
 
 def test_a_queue_has_no_priorities():
     with pytest.raises(AssertionError, match="no priorities"):
-        Fifo(batch_size=1, capacity=1).build().update_priorities(torch.zeros(1), torch.zeros(1))
+        FifoBuilder(Fifo(batch_size=1, capacity=1), 1).build().update_priorities(torch.zeros(1), torch.zeros(1))

@@ -18,7 +18,7 @@ from bestiary import tree
 from bestiary.errors import UserError
 from bestiary.ops.commands import CommandDistribution, command_distribution, subtract_start_baseline
 from bestiary.replay import critic_refresh
-from bestiary.replay.base import row_bytes
+from bestiary.replay.base import step_bytes
 from bestiary.replay.critic_refresh import CriticLabels, CriticRefresh
 from bestiary.replay.episode_storage import EpisodeTable
 from bestiary.replay.episodes import EpisodeReplay, Episodes, EpisodesBuilder
@@ -284,7 +284,7 @@ def test_the_episodes_held_are_those_of_a_list(keep, length_penalty, capacity, m
         assert naive.arrived > min(capacity, 20)
         told = replay.metrics()
         assert told["replay_episodes"] == len(naive.kept)
-        assert told["replay_rows"] == sum(e.moves + 1 for e in naive.kept)
+        assert told["replay_steps"] == sum(e.moves + 1 for e in naive.kept)
         assert told["replay_return"] == pytest.approx(np.mean([sum(e.rewards) for e in naive.kept]))
         assert told["replay_length"] == pytest.approx(np.mean([e.moves for e in naive.kept]))
 
@@ -317,7 +317,7 @@ def test_an_episode_of_one_row_is_none():
     script, cfg = Script.of([2, 0, 0, 3]), settings(streams=1, update_unit="episode", warmup=3)
     replay = fill(build(cfg), script, (1,))
     assert replay.table.length.tolist() == [2, 3]
-    assert replay.arrived == replay.rate_limiter.moves == 2
+    assert replay.arrived == replay.rate_limiter.steps == 2
     assert replay.sample() is None  # rows alone do not end the warm-up
 
 
@@ -447,7 +447,7 @@ def as_bits(batch: Batch | None) -> Any:
     if batch is None:
         return None
     found: list[Any] = []
-    tree.map(lambda x: found.append((str(x.dtype), x.tolist())), (batch.trajectory, batch.keys, batch.about))
+    tree.map(lambda x: found.append((str(x.dtype), x.tolist())), (batch.trajectory, batch.keys, batch.info))
     return found
 
 
@@ -586,7 +586,7 @@ def test_updates_keep_their_ratio_to_moves_or_episodes(ratio, per):
         naive.add(script, int(t.version[0]), 5)
         given_out += drain(replay)
         played = naive.moves if per == "step" else naive.arrived
-        assert replay.rate_limiter.moves == played
+        assert replay.rate_limiter.steps == played
         if naive.arrived < 4:
             assert given_out == 0
         else:
@@ -742,7 +742,7 @@ def test_surveys_come_every_so_many_updates_and_are_none_themselves():
     while (batch := replay.sample()) is not None:
         kinds += "s" if judge(replay, batch) is not None else "u"
     assert kinds.startswith("suuuusuuuus")
-    assert kinds.count("u") == replay.rate_limiter.batches == int(0.05 * replay.rate_limiter.moves)
+    assert kinds.count("u") == replay.rate_limiter.batches == int(0.05 * replay.rate_limiter.steps)
 
 
 def test_what_was_said_comes_with_the_moves_it_was_said_of(monkeypatch):
@@ -815,7 +815,7 @@ def test_commands_come_from_what_was_said_of_the_moves_held():
     numbers, said = told[-1]
     assert numbers == labels_of(replay).labelled.tolist()
     assert said.tolist() == [label for _, label in said_of(replay).values()]
-    assert batch.about["pool"].item() == pytest.approx(said.max())
+    assert batch.info["pool"].item() == pytest.approx(said.max())
     draw(replay)
     assert len(told) == 1  # nothing new
     replay.add(Script(301, 0.9).trajectory(0, 20))
@@ -1017,8 +1017,8 @@ def test_with_another_number_of_streams_episodes_stay_and_those_under_way_are_lo
     wider = build(changed(cfg, streams=5))
     wider.load_state_dict(through_a_file(replay.state_dict()))
     assert wider.table.number.tolist() == replay.table.number.tolist()
-    assert (wider.rate_limiter.moves, wider.rate_limiter.batches) == (
-        replay.rate_limiter.moves,
+    assert (wider.rate_limiter.steps, wider.rate_limiter.batches) == (
+        replay.rate_limiter.steps,
         replay.rate_limiter.batches,
     )
     assert wider.unfinished == [[]] * 5
@@ -1089,7 +1089,7 @@ def test_returns_are_not_fitted_to_pictures():
 
 def test_more_than_fits_into_memory_is_refused_beforehand(monkeypatch):
     monkeypatch.setattr("bestiary.config.machine.free_memory", lambda: 2**30)
-    needed = 200 * 1_000 * row_bytes(PICTURES)
+    needed = 200 * 1_000 * step_bytes(PICTURES)
     told = rf"^algo\.capacity=200 needs {needed / 2**30:.1f} GiB of memory, of which 1\.0 are free: lower it to \d+ or"
     with pytest.raises(UserError, match=told):
         settings(capacity=200).build(0, PICTURES, MEMORY)

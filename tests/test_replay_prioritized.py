@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.files import through_a_file
+from helpers.settings import configure
 from hypothesis import given
 from hypothesis import settings as searching
 from hypothesis import strategies as st
@@ -17,8 +18,8 @@ from torch import Tensor
 from bestiary import tree
 from bestiary.algos import Apex
 from bestiary.errors import UserError
-from bestiary.replay.prioritized import Prioritized, PrioritizedReplay
-from bestiary.replay.ring_buffer import bytes_needed
+from bestiary.replay.prioritized import Prioritized, PrioritizedBuilder, PrioritizedReplay
+from bestiary.replay.ring_buffer import storage_bytes
 from bestiary.types import Batch, Spec, TimeStep, Trajectory
 
 STREAMS, UNROLL = 3, 5
@@ -65,20 +66,19 @@ class Script:
         return Trajectory(*self.at(rows, stream), self.memory(rows[0], stream), 1000 * number + stream)
 
 
-def settings(**changes: Any) -> Prioritized:
+def settings(
+    streams: int = STREAMS, burn_in: int = 2, length: int = 1, n_step: int = 2, judge: Any = None, **changes: Any
+) -> PrioritizedBuilder:
     """An item is judged by the first row that is trained; the ring holds 49 moves of each stream."""
-    base: dict[str, Any] = {"streams": STREAMS, "batch_size": 8, "burn_in": 2, "length": 1, "n_step": 2, "stride": 1}
-    shape = base | changes
-    rows = shape["burn_in"] + shape["length"] + shape["n_step"]
-    base |= {
-        "capacity": 49 * shape["streams"],
-        "ratio": 100.0,
-        "warmup": shape["streams"] * rows + shape["batch_size"] * shape["stride"],
-        "judge": lambda t: t.aux["surprise"][shape["burn_in"]],
-        "stored_state": False,
-        "unroll": UNROLL,
-    }
-    return Prioritized(**(base | shape))
+    base: dict[str, Any] = {"batch_size": 8, "stride": 1} | changes
+    base = {
+        "sequence_length": burn_in + length,
+        "capacity": 49 * streams,
+        "updates_per_step": 100.0,
+        "warmup": streams * (burn_in + length + n_step) + base["batch_size"] * base["stride"],
+    } | base
+    judge = judge or (lambda t: t.aux["surprise"][burn_in])
+    return PrioritizedBuilder(Prioritized(**base), streams, UNROLL, burn_in, n_step, judge)
 
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -94,19 +94,19 @@ SHAPES: dict[str, dict[str, Any]] = {
 every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
-def known(script: Script, cfg: Prioritized, newest: int) -> dict[int, float]:
+def known(script: Script, cfg: PrioritizedBuilder, newest: int) -> dict[int, float]:
     """Key -> first weight of every item whose rows are all there, found by looking at each that could be."""
-    oldest = max(0, newest - cfg.capacity // cfg.streams)
+    oldest = max(0, newest - cfg.cfg.capacity // cfg.streams)
     found = {}
     for number in range(newest // cfg.stride + 1):
         first = number * cfg.stride
-        if first < oldest or first + cfg.rows - 1 > newest:
+        if first < oldest or first + cfg.item_steps - 1 > newest:
             continue
         for stream in range(cfg.streams):
             trained = range(first + cfg.burn_in, first + cfg.burn_in + cfg.length)
             nothing = all(script.opens[row + 1][stream] for row in trained)
-            surprise = max(script.judged[trained[0]][stream], cfg.floor)
-            found[number * cfg.streams + stream] = 0.0 if nothing else surprise**cfg.alpha
+            surprise = max(script.judged[trained[0]][stream], cfg.cfg.priority_floor)
+            found[number * cfg.streams + stream] = 0.0 if nothing else surprise**cfg.cfg.priority_exponent
     return found
 
 
@@ -114,8 +114,8 @@ def weights_of(replay: PrioritizedReplay) -> dict[int, float]:
     """Key -> weight in the tree; what is not an item's has none."""
     replay.tree.check_valid()
     numbers = replay._held(np.arange(replay.next))
-    keys = (numbers[:, None] * replay.cfg.streams + np.arange(replay.cfg.streams)).flatten()
-    slots = replay._slots(*np.divmod(keys, replay.cfg.streams))
+    keys = (numbers[:, None] * replay.streams + np.arange(replay.streams)).flatten()
+    slots = replay._slots(*np.divmod(keys, replay.streams))
     assert len(replay) == len(keys) == len(set(slots.tolist()))
     held = replay.tree.weights(slots)
     assert np.count_nonzero(replay.tree.leaves()) == np.count_nonzero(held)
@@ -154,23 +154,23 @@ def test_an_item_is_rows_that_one_stream_played_with_the_memory_it_had(shape):
         newest = (k + 1) * UNROLL
         batch = replay.sample()
         if batch is None:
-            assert newest < cfg.warmup
+            assert newest < cfg.cfg.warmup
             continue
         t = batch.trajectory
         stream, row = t.step.obs[0].long().T
         assert (row % cfg.stride == 0).all()
         assert row.min() >= newest - 49
-        assert row.max() <= newest + 1 - cfg.rows
-        expected = script.at(row + torch.arange(cfg.rows)[:, None], stream)
+        assert row.max() <= newest + 1 - cfg.item_steps
+        expected = script.at(row + torch.arange(cfg.item_steps)[:, None], stream)
         assert tree.map(torch.equal, (t.step, t.action, t.aux), expected) == tree.map(lambda _: True, expected)
         assert torch.equal(t.version, 1000 * (row // UNROLL) + stream)
         assert batch.keys is not None
         assert torch.equal(batch.keys, row // cfg.stride * STREAMS + stream)
         drawn |= set(batch.keys.tolist())
-        known_later = cfg.stored_state and cfg.burn_in and cfg.burn_in % UNROLL == 0
+        known_later = cfg.cfg.stored_state and cfg.burn_in and cfg.burn_in % UNROLL == 0
         for got, wanted in (
-            (t.state, script.memory(row, stream) if cfg.stored_state else ()),
-            (batch.reached, script.memory(row + cfg.burn_in, stream) if known_later else ()),
+            (t.state, script.memory(row, stream) if cfg.cfg.stored_state else ()),
+            (batch.actor_state, script.memory(row + cfg.burn_in, stream) if known_later else ()),
         ):
             assert len(got) == len(wanted)
             assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
@@ -185,7 +185,7 @@ def test_what_can_be_drawn_is_whole_and_has_a_move(shape, density):
     replay, useless = cfg.build(0), 0
     for k in range(60):
         replay.add(script.trajectory(k))
-        replay.rate_limiter.moves = 10**6  # resets are no moves, and there is nothing else where the density is 1
+        replay.rate_limiter.steps = 10**6  # resets are no moves, and there is nothing else where the density is 1
         expected = known(script, cfg, (k + 1) * UNROLL)
         assert weights_of(replay) == pytest.approx(expected, rel=1e-6)
         useless += sum(not weight for weight in expected.values())
@@ -259,7 +259,7 @@ def chance(counts: dict[int, int], expected: dict[int, float]) -> float:
 @pytest.mark.parametrize(("alpha", "shape"), [(0.0, "overlapping"), (0.6, "moves"), (1.0, "overlapping")])
 def test_items_are_drawn_as_often_as_their_priority_says(alpha, shape):
     """Batches of one, which are independent. Too even would be wrong as well."""
-    script, cfg = Script(301), settings(**SHAPES[shape], batch_size=1, alpha=alpha, ratio=1e6)
+    script, cfg = Script(301), settings(**SHAPES[shape], batch_size=1, priority_exponent=alpha, updates_per_step=1e6)
     replay = cfg.build(3)
     fill(replay, script, 23)
     expected = known(script, cfg, 23 * UNROLL)
@@ -279,7 +279,7 @@ def test_items_are_drawn_as_often_as_their_priority_says(alpha, shape):
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("shape", ["moves", "overlapping"])
 def test_weights_undo_how_likely_a_draw_was(alpha, beta, shape):
-    script, cfg = Script(301), settings(**SHAPES[shape], alpha=alpha, beta=beta)
+    script, cfg = Script(301), settings(**SHAPES[shape], priority_exponent=alpha, importance_exponent=beta)
     replay = cfg.build(0)
     fill(replay, script, 23)
     expected = known(script, cfg, 23 * UNROLL)
@@ -309,7 +309,7 @@ def test_draws_come_from_the_seed():
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 def test_a_new_priority_is_the_weight_of_its_item_and_of_no_other(alpha):
-    script, cfg = Script(301), settings(alpha=alpha, floor=1e-3)
+    script, cfg = Script(301), settings(priority_exponent=alpha, priority_floor=1e-3)
     replay = cfg.build(0)
     fill(replay, script, 23)
     expected = weights_of(replay)
@@ -323,7 +323,7 @@ def test_a_new_priority_is_the_weight_of_its_item_and_of_no_other(alpha):
 
 
 def test_of_an_item_drawn_twice_the_last_priority_counts():
-    replay = settings(alpha=1.0).build(0)
+    replay = settings(priority_exponent=1.0).build(0)
     fill(replay, Script(301), 23)
     _, (key, *_) = draw(replay)
     replay.update_priorities(torch.tensor([key, key, key]), torch.tensor([3.0, 9.0, 5.0]))
@@ -347,7 +347,7 @@ def test_a_priority_that_comes_too_late_is_counted_and_changes_nothing():
     assert replay.metrics()["late_priorities"] == len(gone)
     mixed = [gone[0], live[0], gone[-1], live[-1]]
     replay.update_priorities(torch.tensor(mixed), torch.tensor([50.0, 2.0, 50.0, 4.0]))
-    after = before | {live[0]: 2.0**cfg.alpha, live[-1]: 4.0**cfg.alpha}
+    after = before | {live[0]: 2.0**cfg.cfg.priority_exponent, live[-1]: 4.0**cfg.cfg.priority_exponent}
     assert weights_of(replay) == pytest.approx(after, rel=1e-12)
     assert replay.metrics()["late_priorities"] == len(gone) + 2
 
@@ -391,7 +391,13 @@ OPERATIONS = st.lists(
 )
 def test_the_replay_does_what_a_dictionary_does(operations, shape, capacity, alpha):
     script = Script(40 * 4 * UNROLL + 1)
-    cfg = settings(**shape, capacity=max(capacity, STREAMS * 20), alpha=alpha, floor=0.05, beta=0.5)
+    cfg = settings(
+        **shape,
+        capacity=max(capacity, STREAMS * 20),
+        priority_exponent=alpha,
+        priority_floor=0.05,
+        importance_exponent=0.5,
+    )
     replay, model, ever, added, late = cfg.build(0), {}, [], 0, 0
     for name, number in operations:
         rng = np.random.default_rng(number)
@@ -403,7 +409,7 @@ def test_the_replay_does_what_a_dictionary_does(operations, shape, capacity, alp
                 ever += [key for key, weight in model.items() if weight]
         elif name == "sample":
             batch = replay.sample()
-            assert (batch is None) == (replay.rate_limiter.moves < cfg.warmup or not any(model.values()))
+            assert (batch is None) == (replay.rate_limiter.steps < cfg.cfg.warmup or not any(model.values()))
             if batch is not None:
                 keys, weight = batch.keys, batch.weight
                 assert keys is not None and weight is not None
@@ -431,14 +437,14 @@ def test_the_replay_does_what_a_dictionary_does(operations, shape, capacity, alp
 @pytest.mark.parametrize("shape", ["moves", "overlapping"])
 @pytest.mark.parametrize("ratio", [0.05, 0.25, 1, 3.7])
 def test_updates_keep_their_ratio_to_moves_over_a_long_run(ratio, shape):
-    script, cfg = Script(801), settings(**SHAPES[shape], ratio=ratio, batch_size=2)
+    script, cfg = Script(801), settings(**SHAPES[shape], updates_per_step=ratio, batch_size=2)
     replay = cfg.build(0)
     played = given = 0
     for k in range(160 if ratio < 1 else 40):
         replay.add(script.trajectory(k))
         played += int((~script.is_first[k * UNROLL + 1 : (k + 1) * UNROLL + 1]).sum())  # resets are no moves
         given += drain(replay)
-        if played >= cfg.warmup:
+        if played >= cfg.cfg.warmup:
             assert 0 <= Fraction(str(ratio)) * played - given < 1 + 1e-9
         else:
             assert given == 0
@@ -448,7 +454,7 @@ def test_updates_keep_their_ratio_to_moves_over_a_long_run(ratio, shape):
 
 
 def test_nothing_is_drawn_before_the_warm_up_and_all_that_is_due_after_it():
-    script, replay = Script(101, density=0.0), settings(warmup=100, ratio=0.5).build(0)
+    script, replay = Script(101, density=0.0), settings(warmup=100, updates_per_step=0.5).build(0)
     drawn = []
     for k in range(10):  # 15 moves each
         replay.add(script.trajectory(k))
@@ -457,7 +463,7 @@ def test_nothing_is_drawn_before_the_warm_up_and_all_that_is_due_after_it():
 
 
 def test_producers_wait_when_more_is_due_than_one_trajectory_brings():
-    script, replay = Script(101, density=0.0), settings(ratio=0.4, warmup=40).build(0)
+    script, replay = Script(101, density=0.0), settings(updates_per_step=0.4, warmup=40).build(0)
     fullness = []
     for k in range(4):  # 15 moves, worth 6 updates, each
         replay.add(script.trajectory(k))
@@ -471,7 +477,7 @@ def test_producers_wait_when_more_is_due_than_one_trajectory_brings():
 
 def test_nobody_waits_for_less_than_one_update():
     """A trajectory worth less than an update: several must come before anything can be drawn."""
-    script, replay = Script(201, density=0.0), settings(ratio=0.03).build(0)
+    script, replay = Script(201, density=0.0), settings(updates_per_step=0.03).build(0)
     drawn = 0
     for k in range(30):  # worth 0.45 updates each
         assert not replay.full
@@ -496,7 +502,7 @@ def test_rows_that_are_worth_least_make_room(shape):
     blocks: set[int] = set()
 
     def rows_of(key: int) -> range:
-        return range(key // STREAMS * cfg.stride, key // STREAMS * cfg.stride + cfg.rows)
+        return range(key // STREAMS * cfg.stride, key // STREAMS * cfg.stride + cfg.item_steps)
 
     def worth(block: int) -> float:
         return sum(w for key, w in weight.items() if rows_of(key)[0] // UNROLL == block)
@@ -504,12 +510,12 @@ def test_rows_that_are_worth_least_make_room(shape):
     for k in range(80):
         for block in (0, 1) if k == 0 else (k + 1,):  # a trajectory's last row opens the next block
             if len(blocks) == 10:  # 50 slots
-                lost = min((b for b in sorted(blocks) if b < block - -(-cfg.rows // UNROLL)), key=worth)
+                lost = min((b for b in sorted(blocks) if b < block - -(-cfg.item_steps // UNROLL)), key=worth)
                 blocks.remove(lost)
                 weight = {key: w for key, w in weight.items() if lost not in {r // UNROLL for r in rows_of(key)}}
             blocks.add(block)
         replay.add(script.trajectory(k))
-        everything = known(script, replace(cfg, capacity=10_000), (k + 1) * UNROLL)
+        everything = known(script, replace(cfg, cfg=replace(cfg.cfg, capacity=10_000)), (k + 1) * UNROLL)
         for key, w in everything.items():
             if k * UNROLL < rows_of(key)[-1] <= (k + 1) * UNROLL and {r // UNROLL for r in rows_of(key)} <= blocks:
                 weight[key] = w
@@ -519,15 +525,18 @@ def test_rows_that_are_worth_least_make_room(shape):
         batch, keys = draw(replay)
         first = torch.tensor([rows_of(key)[0] for key in keys])
         stream = torch.tensor([key % STREAMS for key in keys])
-        step, action, _ = script.at(first + torch.arange(cfg.rows)[:, None], stream)
+        step, action, _ = script.at(first + torch.arange(cfg.item_steps)[:, None], stream)
         assert torch.equal(batch.trajectory.step.obs, step.obs)
         assert torch.equal(batch.trajectory.action, action)
-        if cfg.stored_state:
+        if cfg.cfg.stored_state:
             for mine, theirs in zip(batch.trajectory.state, script.memory(first, stream), strict=True):
                 assert torch.equal(mine, theirs)
         priority = rng.uniform(0, 9, len(keys)) * rng.integers(0, 2, len(keys))
         replay.update_priorities(torch.tensor(keys), torch.from_numpy(priority))
-        weight |= {key: max(p, cfg.floor) ** cfg.alpha for key, p in zip(keys, priority.tolist(), strict=True)}
+        weight |= {
+            key: max(p, cfg.cfg.priority_floor) ** cfg.cfg.priority_exponent
+            for key, p in zip(keys, priority.tolist(), strict=True)
+        }
 
 
 @pytest.mark.parametrize(("eviction", "kept"), [("fifo", False), ("priority", True)])
@@ -552,7 +561,7 @@ def test_a_ring_of_spared_blocks_goes_on_after_a_restart():
 
 
 def test_a_ring_in_which_nothing_could_be_spared_is_refused():
-    with pytest.raises(UserError, match=r"leaves nothing to choose from .* raise it to 60, or use fifo"):
+    with pytest.raises(UserError, match=r"is too small for .* raise it to 60, or use fifo"):
         settings(burn_in=9, capacity=12 * STREAMS, eviction="priority")
     fill(settings(burn_in=9, capacity=60, eviction="priority").build(0), Script(501), 90)
 
@@ -569,7 +578,7 @@ def learn(replay: PrioritizedReplay) -> Any:
 @pytest.mark.parametrize("shape", ["moves", "overlapping", "with memory"])
 @pytest.mark.parametrize("trajectories", [0, 1, 3, 9, 10, 57])
 def test_a_saved_replay_goes_on_as_if_nothing_had_happened(shape, trajectories):
-    script, cfg = Script(501), settings(**SHAPES[shape], ratio=0.2)
+    script, cfg = Script(501), settings(**SHAPES[shape], updates_per_step=0.2)
     replay = cfg.build(0)
     for k in range(trajectories):
         replay.add(script.trajectory(k))
@@ -604,7 +613,7 @@ def test_with_another_number_of_streams_the_counters_go_on_and_the_rows_do_not(s
     cfg = settings(**SHAPES[shape], streams=4)
     wider = cfg.build(0)
     wider.load_state_dict(through_a_file(replay.state_dict()))
-    assert (wider.rate_limiter.moves, wider.rate_limiter.batches, wider.late) == (replay.rate_limiter.moves, 7, 1)
+    assert (wider.rate_limiter.steps, wider.rate_limiter.batches, wider.late) == (replay.rate_limiter.steps, 7, 1)
     assert wider.sample() is None
     assert not wider.full
     script = Script(501, streams=4, seed=9)
@@ -612,7 +621,7 @@ def test_with_another_number_of_streams_the_counters_go_on_and_the_rows_do_not(s
     assert weights_of(wider) == pytest.approx(known(script, cfg, 30 * UNROLL), rel=1e-6)
     batch, _ = draw(wider)
     stream, row = batch.trajectory.step.obs[0].long().T
-    expected = script.at(row + torch.arange(cfg.rows)[:, None], stream)
+    expected = script.at(row + torch.arange(cfg.item_steps)[:, None], stream)
     assert torch.equal(batch.trajectory.aux["surprise"], expected[2]["surprise"])
     assert wider.rate_limiter.batches == 8
 
@@ -623,19 +632,22 @@ def test_with_another_number_of_streams_the_counters_go_on_and_the_rows_do_not(s
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"batch_size": 0}, r"algo\.batch-size=0 must be at least 1"),
-        ({"ratio": 0.0}, r"algo\.ratio=0\.0 must be positive"),
-        ({"ratio": -1.0}, r"algo\.ratio=-1\.0 must be positive"),
-        ({"alpha": -0.1}, r"algo\.alpha=-0\.1 must lie in \[0, 1\]"),
-        ({"alpha": 1.1}, r"algo\.alpha=1\.1 must lie in \[0, 1\]"),
-        ({"beta": -0.1}, r"algo\.beta=-0\.1 must lie in \[0, 1\]"),
-        ({"beta": 1.1}, r"algo\.beta=1\.1 must lie in \[0, 1\]"),
+        ({"batch_size": 0}, r"algo\.replay\.batch-size=0 must be at least 1"),
+        ({"updates_per_step": 0.0}, r"algo\.replay\.updates-per-step=0\.0 must be positive"),
+        ({"updates_per_step": -1.0}, r"algo\.replay\.updates-per-step=-1\.0 must be positive"),
+        ({"priority_exponent": -0.1}, r"algo\.replay\.priority-exponent=-0\.1 must lie in \[0, 1\]"),
+        ({"priority_exponent": 1.1}, r"algo\.replay\.priority-exponent=1\.1 must lie in \[0, 1\]"),
+        ({"importance_exponent": -0.1}, r"algo\.replay\.importance-exponent=-0\.1 must lie in \[0, 1\]"),
+        ({"importance_exponent": 1.1}, r"algo\.replay\.importance-exponent=1\.1 must lie in \[0, 1\]"),
         (
             {"capacity": 14},
-            r"algo\.capacity=14 cannot hold one sequence of 5 rows for each of 3 environments: raise it to 15",
+            r"algo\.replay\.capacity=14 cannot hold one sequence of 5 steps for each of 3 environments: raise it to 15",
         ),
-        ({"warmup": 22}, r"algo\.warmup=22 moves do not hold a batch of 8 items: raise it to 23"),
-        ({"batch_size": 100, "warmup": 100}, r"algo\.warmup=100 moves do not hold a batch of 100 items: .* 115"),
+        ({"warmup": 22}, r"algo\.replay\.warmup=22 transitions do not hold a batch of 8 items: raise it to 23"),
+        (
+            {"batch_size": 100, "warmup": 100},
+            r"algo\.replay\.warmup=100 transitions do not hold a batch of 100 items: .* 115",
+        ),
     ],
 )
 def test_numbers_that_cannot_work_are_refused_in_a_sentence(changes, sentence):
@@ -653,22 +665,24 @@ def test_the_least_that_is_asked_for_is_enough():
 
 
 def test_an_unroll_longer_than_the_ring_is_refused_with_the_first_trajectory():
-    with pytest.raises(UserError, match=r"holds 5 moves for each of 3 env.* fewer than the 6 that --algo\.unroll"):
+    with pytest.raises(
+        UserError, match=r"holds 5 transitions for each of 3 env.* fewer than the 6 that --algo\.unroll"
+    ):
         settings(capacity=17).build(0).add(Script(101).trajectory(0, unroll=6))
 
 
 def test_more_than_fits_into_memory_is_refused_with_what_would_fit(monkeypatch):
     monkeypatch.setattr("bestiary.config.machine.free_memory", lambda: 3 * 2**30)
-    apex = Apex(capacity=2_000_000)
+    apex = configure(Apex, capacity=2_000_000)
     with pytest.raises(
-        UserError, match=r"^algo\.capacity=2000000 needs .* GiB of memory, of which 3\.0 are"
+        UserError, match=r"^algo\.replay\.capacity=2000000 needs .* GiB of memory, of which 3\.0 are"
     ) as refused:
         apex.replay_builder(360).build(0, ATARI, ())
     told = re.search(r"needs ([\d.]+) GiB.* lower it to (\d+) or less$", str(refused.value))
     assert told is not None
     assert 13e9 < float(told[1]) * 2**30 < 16e9
     assert 200_000 < int(told[2]) < 500_000
-    Apex(capacity=int(told[2])).replay_builder(360).build(0, ATARI, ())
+    configure(Apex, capacity=int(told[2])).replay_builder(360).build(0, ATARI, ())
     monkeypatch.setattr("bestiary.config.machine.free_memory", lambda: None)  # not known: tried
     apex.replay_builder(360).build(0, ATARI, ())
 
@@ -676,19 +690,19 @@ def test_more_than_fits_into_memory_is_refused_with_what_would_fit(monkeypatch):
 def test_memory_counts_among_what_must_fit(monkeypatch):
     """Stored memory as large as all else: what fits without it does not with it."""
     cfg = settings(**SHAPES["with memory"], capacity=100_000)
-    rows = bytes_needed(100_000, SPEC, 16, (), UNROLL)
+    rows = storage_bytes(100_000, SPEC, 16, (), UNROLL)
     state = (torch.zeros(1, rows * UNROLL // (4 * 100_000)),)
     monkeypatch.setattr("bestiary.config.machine.free_memory", lambda: int(1.5 * rows))
     cfg.build(0, SPEC, ())
-    with pytest.raises(UserError, match=r"algo\.capacity=100000 needs 0\.0 GiB"):
+    with pytest.raises(UserError, match=r"algo\.replay\.capacity=100000 needs 0\.0 GiB"):
         cfg.build(0, SPEC, state)
 
 
 def test_the_room_of_two_million_moves_of_a_game():
-    needed = bytes_needed(2_000_000, ATARI, 4 * 18, (), 100)
+    needed = storage_bytes(2_000_000, ATARI, 4 * 18, (), 100)
     assert 13e9 < needed < 16e9
     frames = (torch.zeros(1, 3, 84, 84, dtype=torch.uint8),)
-    assert bytes_needed(2_000_000, ATARI, 4 * 18, frames, 100) == needed + 20_000 * 3 * 84 * 84
+    assert storage_bytes(2_000_000, ATARI, 4 * 18, frames, 100) == needed + 20_000 * 3 * 84 * 84
 
 
 def test_the_ring_takes_as_much_room_as_was_said():
@@ -697,9 +711,9 @@ def test_the_ring_takes_as_much_room_as_was_said():
     replay = cfg.build(0)
     fill(replay, Script(101), 1)
     leaves: list[Tensor] = []
-    tree.map(leaves.append, (replay.ring.rows, replay.ring.states))
+    tree.map(leaves.append, (replay.ring.storage, replay.ring.states))
     taken = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
     state = tree.map(lambda x: x[:1], Script(101).trajectory(0).state)
-    told = bytes_needed(50 * STREAMS, SPEC, 4, state, UNROLL)
+    told = storage_bytes(50 * STREAMS, SPEC, 4, state, UNROLL)
     memory = sum(leaf.numel() * leaf.element_size() for leaf in state)
     assert told <= taken <= told + STREAMS * memory  # one more start than whole trajectories

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from bestiary import tree
 from bestiary.errors import UserError
 from bestiary.replay import Uniform
-from bestiary.replay.uniform import UniformReplay
+from bestiary.replay.uniform import UniformBuilder, UniformReplay
 from bestiary.types import Batch, Spec, TimeStep, Trajectory, transitions
 
 STREAMS, UNROLL = 3, 5
@@ -64,9 +65,9 @@ class Script:
         return found
 
 
-def settings(**changes: Any) -> Uniform:
-    base = {"streams": STREAMS, "batch_size": 16, "capacity": 300, "window": None, "ratio": 50.0, "warmup": 0}
-    return Uniform(**(base | changes))
+def settings(streams: int = STREAMS, **changes: Any) -> UniformBuilder:
+    base = {"batch_size": 16, "capacity": 300, "updates_per_step": 50.0, "warmup": 0}
+    return UniformBuilder(Uniform(**(base | changes)), streams, UNROLL)
 
 
 def fill(replay: UniformReplay, script: Script, trajectories: int, first: int = 0, unroll: int = UNROLL) -> None:
@@ -114,7 +115,7 @@ def as_bits(batch: Batch | None) -> Any:
 @pytest.mark.parametrize("stored_state", [False, True])
 def test_a_window_is_rows_that_one_stream_played_one_after_the_other(window, stored_state):
     script = Script(501)
-    replay = settings(window=window, capacity=147, batch_size=8, stored_state=stored_state).build(0)
+    replay = settings(sequence_length=window, capacity=147, batch_size=8, stored_state=stored_state).build(0)
     slots = 50  # 147 / 3 moves, and the row the last one leads to
     for k in range(100):  # the ring turns ten times
         replay.add(script.trajectory(k))
@@ -132,7 +133,7 @@ def test_a_window_is_rows_that_one_stream_played_one_after_the_other(window, sto
 
 
 def test_windows_that_carry_memory_start_where_a_trajectory_did_and_with_what_it_had():
-    script, replay = Script(501), settings(window=7, capacity=147, stored_state=True).build(0)
+    script, replay = Script(501), settings(sequence_length=7, capacity=147, stored_state=True).build(0)
     seen = set()
     for k in range(60):
         replay.add(script.trajectory(k))
@@ -150,7 +151,7 @@ def test_windows_that_carry_memory_start_where_a_trajectory_did_and_with_what_it
 
 def test_without_stored_memory_a_sample_brings_none():
     for window in (4, None):
-        replay = settings(window=window).build(0)
+        replay = settings(sequence_length=window).build(0)
         fill(replay, Script(101), 20)
         assert draw(replay).state == ()
 
@@ -163,7 +164,10 @@ def chi_square(counts: dict[Any, int]) -> tuple[float, float]:
 
 @pytest.mark.parametrize("stored_state", [False, True])
 def test_every_window_is_equally_likely(stored_state):
-    script, replay = Script(501), settings(window=6, capacity=150, stored_state=stored_state, batch_size=25).build(3)
+    script, replay = (
+        Script(501),
+        settings(sequence_length=6, capacity=150, stored_state=stored_state, batch_size=25).build(3),
+    )
     fill(replay, script, 31)
     newest, slots = 31 * UNROLL, 51
     starts = [n for n in range(newest - slots + 1, newest - 5) if not stored_state or n % UNROLL == 0]
@@ -248,7 +252,7 @@ def test_an_episode_longer_than_the_ring_is_never_drawn():
         replay.add(script.trajectory(k))
         while (batch := replay.sample()) is not None:
             assert {column(batch.trajectory, b)[1] for b in range(16)} == {100}
-            replay.rate_limiter.batches = int(replay.cfg.ratio * replay.rate_limiter.moves)
+            replay.rate_limiter.batches = int(replay.cfg.updates_per_step * replay.rate_limiter.steps)
         known = script.episodes((k + 1) * UNROLL, oldest=(k + 1) * UNROLL - 20)
         assert {tuple(e) for e in replay.episodes.tolist()} == known
 
@@ -256,7 +260,7 @@ def test_an_episode_longer_than_the_ring_is_never_drawn():
 @pytest.mark.parametrize("window", [None, 6])
 def test_an_interrupted_stream_yields_no_episode_made_of_two(window):
     """A resumed run begins new episodes in row 0 of its first trajectory, where the old ones had not ended."""
-    replay = settings(window=window, batch_size=32).build(0)
+    replay = settings(sequence_length=window, batch_size=32).build(0)
     drawn = set()
     for number in range(6):
         script = Script(101, density=0.1, number=number)
@@ -284,28 +288,28 @@ def test_an_interrupted_stream_yields_no_episode_made_of_two(window):
 
 
 def test_the_row_that_two_trajectories_share_is_stored_once():
-    replay = settings(window=3, capacity=3000).build(0)
+    replay = settings(sequence_length=3, capacity=3000).build(0)
     for k in range(10):
         fill(replay, Script(101), 1, first=k)
-        assert replay.metrics()["replay_rows"] == STREAMS * (UNROLL * (k + 1) + 1)
-    rows = replay.ring.rows[0].obs[: 10 * UNROLL + 1, :, 2]
+        assert replay.metrics()["replay_steps"] == STREAMS * (UNROLL * (k + 1) + 1)
+    rows = replay.ring.storage[0].obs[: 10 * UNROLL + 1, :, 2]
     assert torch.equal(rows, torch.arange(10 * UNROLL + 1)[:, None].expand(-1, STREAMS))
 
 
 def test_the_ring_holds_as_many_moves_as_it_was_told_and_never_grows():
-    replay = settings(window=3, capacity=100).build(0)
+    replay = settings(sequence_length=3, capacity=100).build(0)
     script = Script(501)
     fill(replay, script, 1)
-    place = replay.ring.rows[0].obs.data_ptr()
+    place = replay.ring.storage[0].obs.data_ptr()
     fill(replay, script, 99, first=1)
-    assert replay.ring.rows[0].obs.data_ptr() == place
-    assert len(replay.ring.rows[0].obs) == 34  # 100 // 3 moves each
-    assert replay.metrics()["replay_rows"] == 34 * STREAMS
+    assert replay.ring.storage[0].obs.data_ptr() == place
+    assert len(replay.ring.storage[0].obs) == 34  # 100 // 3 moves each
+    assert replay.metrics()["replay_steps"] == 34 * STREAMS
 
 
 def test_what_was_drawn_does_not_change_when_more_is_played():
     for window in (None, 8):
-        replay = settings(window=window, capacity=60, batch_size=4).build(0)
+        replay = settings(sequence_length=window, capacity=60, batch_size=4).build(0)
         script = Script(501)
         fill(replay, script, 8)
         batch = replay.sample()
@@ -321,7 +325,7 @@ def test_what_was_drawn_does_not_change_when_more_is_played():
 @pytest.mark.parametrize("ratio", [0.05, 0.25, 1, 3.7])
 def test_updates_keep_their_ratio_to_moves_over_a_long_run(ratio, window):
     script = Script(1001)
-    replay = settings(ratio=ratio, window=window, batch_size=1).build(0)
+    replay = settings(updates_per_step=ratio, sequence_length=window, batch_size=1).build(0)
     played = given = 0
     trajectories = 200 if ratio < 1 else 80
     for k in range(trajectories):
@@ -330,13 +334,13 @@ def test_updates_keep_their_ratio_to_moves_over_a_long_run(ratio, window):
         given += drain(replay)
         if not replay.is_empty():
             assert 0 <= Fraction(str(ratio)) * played - given < 1 + 1e-9
-        assert replay.rate_limiter.moves == played
+        assert replay.rate_limiter.steps == played
     assert played < trajectories * UNROLL * STREAMS
     assert replay.metrics()["updates_per_step"] == pytest.approx(ratio, abs=1 / played)
 
 
 def test_nothing_is_drawn_before_the_warm_up_and_all_that_is_due_after_it():
-    script, replay = Script(501, density=0.0), settings(warmup=100, ratio=0.5, window=2).build(0)
+    script, replay = Script(501, density=0.0), settings(warmup=100, updates_per_step=0.5, sequence_length=2).build(0)
     drawn = []
     for k in range(10):  # 15 moves each
         replay.add(script.trajectory(k))
@@ -345,7 +349,7 @@ def test_nothing_is_drawn_before_the_warm_up_and_all_that_is_due_after_it():
 
 
 def test_producers_wait_when_more_is_due_than_one_trajectory_allows():
-    script, replay = Script(501, density=0.0), settings(ratio=0.4, window=2, warmup=20).build(0)
+    script, replay = Script(501, density=0.0), settings(updates_per_step=0.4, sequence_length=2, warmup=20).build(0)
     fullness = []
     for k in range(3):  # 15 moves, worth 6 updates, each
         replay.add(script.trajectory(k))
@@ -358,7 +362,7 @@ def test_producers_wait_when_more_is_due_than_one_trajectory_allows():
 
 def test_nobody_waits_for_less_than_one_update():
     """A trajectory worth less than an update: several must come before anything can be drawn."""
-    script, replay = Script(501, density=0.0), settings(ratio=0.03, window=2, warmup=0).build(0)
+    script, replay = Script(501, density=0.0), settings(updates_per_step=0.03, sequence_length=2, warmup=0).build(0)
     drawn = 0
     for k in range(30):  # worth 0.45 updates each
         assert not replay.full
@@ -370,7 +374,7 @@ def test_nobody_waits_for_less_than_one_update():
 @pytest.mark.parametrize("window", [None, 40])
 def test_nobody_waits_while_there_is_nothing_to_draw_from(window):
     """No episode has ended, or no window is long enough: only more experience helps."""
-    script, replay = Script(501, density=0.0), settings(window=window, batch_size=1).build(0)
+    script, replay = Script(501, density=0.0), settings(sequence_length=window, batch_size=1).build(0)
     script.is_first[38] = True
     for k in range(7):
         replay.add(script.trajectory(k))
@@ -385,7 +389,7 @@ def test_nobody_waits_while_there_is_nothing_to_draw_from(window):
 def test_draws_come_from_the_seed():
     bits = []
     for seed in (0, 0, 1):
-        replay = settings(window=4).build(seed)
+        replay = settings(sequence_length=4).build(seed)
         fill(replay, Script(101), 10)
         bits.append([as_bits(replay.sample()) for _ in range(3)])
     assert bits[0] == bits[1]
@@ -406,8 +410,8 @@ def through_a_file(snapshot: Any) -> tuple[Any, int]:
 
 KINDS = {
     "episodes": settings(capacity=147),
-    "windows": settings(capacity=147, window=6),
-    "memory": settings(capacity=147, window=6, stored_state=True),
+    "windows": settings(capacity=147, sequence_length=6),
+    "memory": settings(capacity=147, sequence_length=6, stored_state=True),
 }
 
 
@@ -436,7 +440,7 @@ def test_a_saved_replay_goes_on_as_if_nothing_had_happened(cfg, trajectories):
 def test_a_young_replay_takes_as_much_room_on_disk_as_it_holds():
     sizes = []
     for capacity in (300, 300_000):
-        replay = settings(capacity=capacity, window=4).build(0)
+        replay = settings(capacity=capacity, sequence_length=4).build(0)
         fill(replay, Script(101), 4)
         sizes.append(through_a_file(replay.state_dict())[1])
     assert sizes[1] < 1.1 * sizes[0]
@@ -448,9 +452,9 @@ def test_with_another_number_of_streams_the_counters_go_on_and_the_rows_do_not(c
     fill(replay, Script(101), 12)
     given = [replay.sample() for _ in range(7)]
     assert all(given)
-    wider = Uniform(**(vars(cfg) | {"streams": 4})).build(0)
+    wider = replace(cfg, streams=4).build(0)
     wider.load_state_dict(through_a_file(replay.state_dict())[0])
-    assert (wider.rate_limiter.moves, wider.rate_limiter.batches) == (replay.rate_limiter.moves, 7)
+    assert (wider.rate_limiter.steps, wider.rate_limiter.batches) == (replay.rate_limiter.steps, 7)
     assert wider.sample() is None
     assert not wider.full
     script = Script(501, streams=4, number=9)
@@ -466,14 +470,20 @@ def test_with_another_number_of_streams_the_counters_go_on_and_the_rows_do_not(c
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"batch_size": 0}, r"algo\.batch-size=0 must be at least 1"),
-        ({"window": 0}, r"algo\.window=0 must be at least 1 move, or None for whole episodes"),
-        ({"ratio": 0.0}, r"algo\.ratio=0\.0 must be positive"),
-        ({"ratio": -1.0}, r"algo\.ratio=-1\.0 must be positive"),
-        ({"warmup": -1}, r"algo\.warmup=-1 must be at least 0"),
-        ({"stored_state": True}, r"algo\.stored-state needs windows"),
-        ({"capacity": 15}, r"algo\.capacity=15 is too small for one batch: it needs 16 moves"),
-        ({"capacity": 159, "window": 10}, r"algo\.capacity=159 is too small for one batch: it needs 160 moves"),
+        ({"batch_size": 0}, r"algo\.replay\.batch-size=0 must be at least 1"),
+        (
+            {"sequence_length": 0},
+            r"algo\.replay\.sequence-length=0 must be at least 1 transition, or None for whole episodes",
+        ),
+        ({"updates_per_step": 0.0}, r"algo\.replay\.updates-per-step=0\.0 must be positive"),
+        ({"updates_per_step": -1.0}, r"algo\.replay\.updates-per-step=-1\.0 must be positive"),
+        ({"warmup": -1}, r"algo\.replay\.warmup=-1 must be at least 0"),
+        ({"stored_state": True}, r"algo\.replay\.stored-state needs algo\.replay\.sequence-length"),
+        ({"capacity": 15}, r"algo\.replay\.capacity=15 is too small for one batch: it needs 16 transitions"),
+        (
+            {"capacity": 159, "sequence_length": 10},
+            r"algo\.replay\.capacity=159 is too small for one batch: it needs 160 transitions",
+        ),
     ],
 )
 def test_numbers_that_cannot_work_are_refused(changes, sentence):
@@ -484,9 +494,18 @@ def test_numbers_that_cannot_work_are_refused(changes, sentence):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"capacity": 14}, r"capacity=14 holds 4 moves for each of 3 environments, fewer than the 5 .*--algo\.unroll"),
-        ({"capacity": 20, "window": 7}, r"holds 6 moves .* fewer than the 7 that --algo\.window needs"),
-        ({"capacity": 29, "window": 7, "stored_state": True}, r"holds 9 moves .* fewer than the 10 .*--algo\.window"),
+        (
+            {"capacity": 14},
+            r"capacity=14 holds 4 transitions for each of 3 environments, fewer than the 5 .*--algo\.unroll",
+        ),
+        (
+            {"capacity": 20, "sequence_length": 7},
+            r"holds 6 transitions .* fewer than the 7 that --algo\.replay\.sequence-length needs",
+        ),
+        (
+            {"capacity": 29, "sequence_length": 7, "stored_state": True},
+            r"holds 9 transitions .* fewer than the 10 .*--algo\.replay\.sequence-length",
+        ),
     ],
 )
 def test_a_ring_in_which_no_sample_fits_is_refused_with_the_first_trajectory(changes, sentence):
@@ -514,8 +533,8 @@ def test_episodes_that_can_never_be_kept_are_refused():
     """Nothing would ever be learnt, and nobody would say so."""
     small = settings(capacity=10 * STREAMS)
     with pytest.raises(
-        UserError, match=r"holds 10 moves for each of 3 env.* can have 11: raise it to 33, or set --alg"
+        UserError, match=r"holds 10 transitions for each of 3 env.* can have 11: raise it to 33, or set --alg"
     ):
         small.build(0, SPEC._replace(horizon=11))
     small.build(0, SPEC._replace(horizon=10))
-    settings(capacity=10 * STREAMS, batch_size=2, window=2).build(0, SPEC._replace(horizon=11))
+    settings(capacity=10 * STREAMS, batch_size=2, sequence_length=2).build(0, SPEC._replace(horizon=11))

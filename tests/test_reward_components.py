@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers.files import read_csv
 from helpers.rollouts import Rollout, different_fields, random_actions, roll_out
+from helpers.settings import configure
 
 import bestiary
 from bestiary.algos import Impala
@@ -307,7 +308,7 @@ def test_an_ordinary_environment_has_no_components():
 def trained(path: Path, env: Gym) -> Path:
     experiment = Experiment(
         env=env,
-        algo=Impala(unroll=10, batch_size=4),
+        algo=configure(Impala, unroll=10, batch_size=4),
         runtime=Local(envs=4, threads=1),
         frames=2_000,
         evaluation=Evaluation(episodes=4, mode="sampled"),
@@ -406,7 +407,9 @@ def example(tmp_path: Path) -> Path:
 def test_the_commands_of_the_page_train(example: Path):
     lines = [line.split("  #")[0] for block in blocks("bash") for line in block.splitlines()]
     assert len(lines) >= 4
-    short = "--frames 640 --runtime.envs 4 --runtime.threads 1 --algo.batch-size 4 --evaluation.episodes 1 --plain"
+    short = (
+        "--frames 640 --runtime.envs 4 --runtime.threads 1 --algo.replay.batch-size 4 --evaluation.episodes 1 --plain"
+    )
     for line in (lines[1], lines[3], lines[-1]):
         program, *words = shlex.split(line)
         assert program == "bestiary"

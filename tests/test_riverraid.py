@@ -497,7 +497,7 @@ def test_processes_tell_the_same_story(case: Case):
 def small(reward: str, **settings: Any) -> Experiment:
     return Experiment(
         env=Riverraid(reward, launch=True, **settings),
-        algo=Impala(unroll=5, batch_size=4),
+        algo=configure(Impala, unroll=5, batch_size=4),
         net=Net(encoder=Shallow(hidden_size=16, filters=(4, 4, 4))),
         runtime=Local(envs=4, threads=1),
         frames=4 * 5 * 4 * 6,  # six updates
@@ -611,9 +611,9 @@ def remembered(experiment: Experiment) -> dict[str, list[bytes]]:
         runtime.close()
 
 
-OFTEN: dict[str, Any] = {"unroll": 5, "batch_size": 4, "warmup": 40, "ratio": 0.02, "capacity": 400}
+OFTEN: dict[str, Any] = {"unroll": 5, "batch_size": 4, "warmup": 40, "updates_per_step": 0.02, "capacity": 400}
 KEEPERS = {
-    "every row": Dqn(**OFTEN, epsilon_last=0.1),
+    "every row": configure(Dqn, **OFTEN, epsilon_last=0.1),
     "the moves of games": configure(Udrl, unroll=5, batch_size=4, warmup=4),
     "games with their values": configure(Rcp, unroll=5, batch_size=4, warmup=4),
 }

@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 import torch
 from helpers.runs import interrupted, rows, same, tiny, weights
+from helpers.settings import configure
 
 import bestiary
+from bestiary.algos import Dqn
 from bestiary.config.experiment import Checkpoints, Evaluation, Experiment, Logs, family
 from bestiary.cores import DeltaNet, Gpt, Lstm
 from bestiary.envs import Atari, Catch, Gym, Recall, TMaze
@@ -32,7 +34,7 @@ from bestiary.types import Episode
 
 TINY_ATARI = Experiment(
     env=Atari(game="Breakout"),
-    algo=replace(preset("pong").algo, unroll=5, batch_size=2),
+    algo=configure(preset("pong").algo, unroll=5, batch_size=2),
     core=Lstm(hidden=16),
     net=Net(encoder=Shallow(hidden_size=16), frame_stack=4),
     runtime=Local(envs=3, threads=1),
@@ -499,13 +501,13 @@ def test_memory_stays_flat_over_thousands_of_updates(tmp_path):
     assert late - early < 8 * 2**10
 
 
-OFF_POLICY = {"unroll": 5, "batch_size": 4, "warmup": 50, "ratio": 0.02, "head": (8,)}
+OFF_POLICY = {"unroll": 5, "batch_size": 4, "warmup": 50, "updates_per_step": 0.02, "head": (8,)}
 
 
 @pytest.mark.parametrize("algo", ["impala", "dqn", "sac-discrete"])
 @pytest.mark.parametrize("runtime", [Local(envs=6, threads=1), Overlap(envs=6, threads=1)])
 def test_a_run_begins_with_what_another_has_learnt(algo, runtime, tmp_path):
-    chosen = tiny().algo if algo == "impala" else family("algo")[algo](**OFF_POLICY)
+    chosen = tiny().algo if algo == "impala" else configure(family("algo")[algo], **OFF_POLICY)
     first = bestiary.train(tiny(TMaze(length=3), algo=chosen, frames=1_000), tmp_path / "first")
     second = tiny(TMaze(length=6), algo=chosen, runtime=runtime, init=str(first.path), seed=5)
     session = Session(second, tmp_path / "second", NullDisplay())
@@ -526,7 +528,7 @@ def test_a_beginning_that_does_not_fit_is_refused_before_anything_is_written(tmp
     first = bestiary.train(tiny(frames=1_000), tmp_path / "first")
     for match, wrong in {
         "trained by impala: name a run that was trained by dqn": tiny(
-            init=str(first.path), algo=family("algo")["dqn"](**OFF_POLICY)
+            init=str(first.path), algo=configure(Dqn, **OFF_POLICY)
         ),
         "another network than this experiment's": tiny(init=str(first.path), core=Lstm(hidden=9)),
         "experiment.json": tiny(init=str(tmp_path / "nowhere")),
@@ -538,7 +540,7 @@ def test_a_beginning_that_does_not_fit_is_refused_before_anything_is_written(tmp
 
 @pytest.mark.parametrize("kept", [None, True, False])
 def test_what_was_played_is_saved_with_the_latest_checkpoint_if_asked_or_if_it_is_little(kept, tmp_path, capsys):
-    algo = family("algo")["dqn"](**OFF_POLICY)
+    algo = configure(Dqn, **OFF_POLICY)
     often = Checkpoints(frames=500, keep=3, replay=kept)
     run = bestiary.train(tiny(algo=algo, checkpoint=often, frames=2_000), tmp_path / "run")
     files = [(path / "replay.pt").exists() for path in run.saved()]
@@ -548,25 +550,25 @@ def test_what_was_played_is_saved_with_the_latest_checkpoint_if_asked_or_if_it_i
     told = capsys.readouterr().out
     if kept is False:
         assert "the replay was not saved" in told
-        assert replay.rate_limiter.moves == 0
+        assert replay.rate_limiter.steps == 0
     else:
         assert "the replay was not saved" not in told
-        assert replay.rate_limiter.moves > 1_000
+        assert replay.rate_limiter.steps > 1_000
     for _ in longer:
         pass
     assert longer.finished
 
 
 def test_a_damaged_replay_is_refused(tmp_path):
-    run = bestiary.train(tiny(algo=family("algo")["dqn"](**OFF_POLICY), frames=1_000), tmp_path / "run")
+    run = bestiary.train(tiny(algo=configure(Dqn, **OFF_POLICY), frames=1_000), tmp_path / "run")
     file = run.saved()[-1] / "replay.pt"
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(ValueError, match="damaged or truncated"):
-        bestiary.train(tiny(algo=family("algo")["dqn"](**OFF_POLICY), frames=2_000), run.path)
+        bestiary.train(tiny(algo=configure(Dqn, **OFF_POLICY), frames=2_000), run.path)
     assert bestiary.evaluate(run, 4, threads=1)["greedy"]["score"]["n"] == 4  # needs no replay
 
 
 def test_a_large_replay_is_not_saved_unasked(tmp_path, monkeypatch):
     monkeypatch.setattr("bestiary.training.session.SMALL_BYTES", 1_000)
-    run = bestiary.train(tiny(algo=family("algo")["dqn"](**OFF_POLICY), frames=1_000), tmp_path / "run")
+    run = bestiary.train(tiny(algo=configure(Dqn, **OFF_POLICY), frames=1_000), tmp_path / "run")
     assert not (run.saved()[-1] / "replay.pt").exists()

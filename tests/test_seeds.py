@@ -28,7 +28,7 @@ from bestiary.presets import preset
 from bestiary.training.display import count
 from bestiary.training.run import Run
 
-QUICK = ["--runtime.envs", "4", "--algo.batch-size", "4", "--log.no-tensorboard"]
+QUICK = ["--runtime.envs", "4", "--algo.replay.batch-size", "4", "--log.no-tensorboard"]
 QUICK += ["--evaluation.every", "200", "--evaluation.episodes", "4"]
 
 

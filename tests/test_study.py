@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from helpers.settings import configure
 
 pytest.importorskip("ale_py", reason="Riverraid needs the extra atari")
 
@@ -118,7 +119,7 @@ def small(**changes) -> Experiment:
     return replace(
         base,
         env=changes.pop("env", Riverraid(time_limit_frames=400)),
-        algo=replace(base.algo, unroll=5, batch_size=2, **changes.pop("algo", {})),
+        algo=configure(base.algo, unroll=5, batch_size=2, **changes.pop("algo", {})),
         net=Net(encoder=Shallow(hidden_size=8, filters=(4, 4, 4)), frame_stack=2),
         runtime=Local(envs=2, threads=1),
         frames=changes.pop("frames", 160),
@@ -129,7 +130,7 @@ def small(**changes) -> Experiment:
 
 def test_a_reward_that_clipping_hides_is_told_before_training(tmp_path, capsys):
     command = ["train", "riverraid", "--env.reward", "fuel:10", "--frames", "160", "--runtime.envs", "2", "--plain"]
-    few = ["--algo.batch-size", "2", "--net.encoder.filters", "4,4,4", "--evaluation.episodes", "0"]
+    few = ["--algo.replay.batch-size", "2", "--net.encoder.filters", "4,4,4", "--evaluation.episodes", "0"]
     assert main.main([*command, *few, "--run", str(tmp_path / "a")]) == 0
     said = capsys.readouterr().out
     assert "warning: component 'fuel' of env.reward=fuel:10 has no effect" in said
@@ -203,7 +204,7 @@ def catch(frames: int = 320, **algo) -> Experiment:
     base = preset("catch")
     return replace(
         base,
-        algo=replace(base.algo, unroll=5, batch_size=2, **algo),
+        algo=configure(base.algo, unroll=5, batch_size=2, **algo),
         runtime=Local(envs=4, threads=1),
         frames=frames,
         evaluation=Evaluation(episodes=0),
@@ -315,7 +316,7 @@ def test_moments_are_where_the_proxy_was_served_and_the_truth_was_not():
 STUDY = [
     *("study", "riverraid", "--proxy", "pacifist:20,score", "--width", "8", "--seeds", "2", "--frames", "160"),
     *("--checkpoints", "2", "--games", "2", "--env.time-limit-frames", "400", "--runtime.envs", "2"),
-    *("--algo.batch-size", "2", "--net.encoder.filters", "4,4,4", "--evaluation.episodes", "0"),
+    *("--algo.replay.batch-size", "2", "--net.encoder.filters", "4,4,4", "--evaluation.episodes", "0"),
 ]
 
 

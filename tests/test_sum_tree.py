@@ -149,7 +149,9 @@ def test_a_tree_rebuilt_from_its_leaves_is_the_same_to_the_last_bit(capacity):
     again = SumTree(capacity)
     again.rebuild(tree.leaves())
     assert again._nodes.tobytes() == tree._nodes.tobytes()
-    for a, b in zip(tree.draw(100, np.random.default_rng(1)), again.draw(100, np.random.default_rng(1)), strict=True):
+    for a, b in zip(
+        tree.sample(100, np.random.default_rng(1)), again.sample(100, np.random.default_rng(1)), strict=True
+    ):
         assert a.tobytes() == b.tobytes()
 
 
@@ -173,7 +175,7 @@ def test_slots_are_drawn_as_often_as_their_weights_say():
     """
     weights = np.where(np.arange(100) % 3 == 0, 1.0 + np.arange(100) % 10, 0.0)
     tree, rng = tree_of(weights), np.random.default_rng(0)
-    drawn = np.concatenate([tree.draw(1, rng)[0] for _ in range(20_000)])
+    drawn = np.concatenate([tree.sample(1, rng)[0] for _ in range(20_000)])
     counts = np.bincount(drawn, minlength=100)
     assert not counts[weights == 0].any()
     possible = weights > 0
@@ -189,7 +191,7 @@ def test_every_part_of_the_total_gives_one_draw(capacity, n):
     tree, rng = tree_of(weights), np.random.default_rng(0)
     part, ends = tree.total / n, np.cumsum(weights)
     for _ in range(10):
-        slots, drawn = tree.draw(n, rng)
+        slots, drawn = tree.sample(n, rng)
         assert slots.shape == drawn.shape == (n,)
         assert slots.dtype == np.int64
         assert (drawn == weights[slots]).all()
@@ -204,7 +206,7 @@ def test_every_part_of_the_total_gives_one_draw(capacity, n):
 def test_a_point_can_lie_anywhere_in_its_part():
     """Four parts of 250 equal slots each: the places within them are spread evenly."""
     tree, rng = tree_of(np.ones(1000)), np.random.default_rng(0)
-    slots = np.stack([tree.draw(4, rng)[0] for _ in range(5000)])
+    slots = np.stack([tree.sample(4, rng)[0] for _ in range(5000)])
     assert (slots // 250 == np.arange(4)).all()
     for part in (slots % 250).T:
         assert part.min() == 0
@@ -221,7 +223,7 @@ def test_with_one_weight_only_that_slot_is_drawn(capacity):
             tree = SumTree(capacity)
             tree.set(np.array([slot]), np.array([weight]))
             for rng in (LOWEST, HIGHEST, np.random.default_rng(0)):
-                slots, weights = tree.draw(33, rng)
+                slots, weights = tree.sample(33, rng)
                 assert set(slots.tolist()) == {slot}
                 assert set(weights.tolist()) == {weight}
 
@@ -231,7 +233,7 @@ def test_with_one_weight_only_that_slot_is_drawn(capacity):
 def test_the_first_and_the_last_number_of_a_generator_find_slots_with_weight(capacity, rng):
     for seed in range(20):
         weights = some_weights(capacity, seed, zeros=0.8)
-        slots, drawn = tree_of(weights).draw(512, rng)
+        slots, drawn = tree_of(weights).sample(512, rng)
         assert (drawn > 0).all()
         assert (drawn == weights[slots]).all()
         possible = np.flatnonzero(weights)
@@ -241,7 +243,7 @@ def test_the_first_and_the_last_number_of_a_generator_find_slots_with_weight(cap
 
 def test_draws_come_from_the_generator():
     tree = tree_of(some_weights(1000))
-    first, same, other = (tree.draw(64, np.random.default_rng(seed))[0].tolist() for seed in (0, 0, 1))
+    first, same, other = (tree.sample(64, np.random.default_rng(seed))[0].tolist() for seed in (0, 0, 1))
     assert first == same
     assert first != other
 
@@ -251,7 +253,7 @@ def test_of_nothing_nothing_is_found(capacity):
     tree = tree_of(np.ones(capacity))
     empty = np.zeros(0, np.int64)
     assert tree.find(np.zeros(0)).tolist() == []
-    assert [part.tolist() for part in tree.draw(0, np.random.default_rng(0))] == [[], []]
+    assert [part.tolist() for part in tree.sample(0, np.random.default_rng(0))] == [[], []]
     assert tree.weights(empty).tolist() == []
     tree.set(empty, np.zeros(0))
     assert tree.leaves().tolist() == [1.0] * capacity
@@ -356,7 +358,7 @@ def test_from_an_empty_tree_nothing_can_be_drawn(capacity):
     tree = SumTree(capacity)
     for _ in range(2):
         with pytest.raises(ValueError, match="all weights are 0"):
-            tree.draw(3, np.random.default_rng(0))
+            tree.sample(3, np.random.default_rng(0))
         with pytest.raises(ValueError, match="all weights are 0"):
             tree.find(np.array([0.0]))
         tree.set(np.array([0]), np.array([1.0]))

@@ -62,15 +62,15 @@ def final_score(experiment: Experiment, lr: float, seed: int) -> float:
 
 def test_a_space_is_the_same_in_toml_in_json_and_nested(experiment, tmp_path):
     (tmp_path / "flat.toml").write_text(
-        '"algo.optimizer.lr" = {low = 1e-5, high = 1e-2, log = true}\n"algo.batch-size" = {choices = [4, "8"]}\n'
+        '"algo.optimizer.lr" = {low = 1e-5, high = 1e-2, log = true}\n"algo.replay.batch-size" = {choices = [4, "8"]}\n'
         'frames = {low = "1k", high = "3k", step = 1000}\n'
     )
     (tmp_path / "nested.toml").write_text(
-        "[algo.optimizer]\nlr = {low = 1e-5, high = 1e-2, log = true}\n[algo]\nbatch_size = {choices = [4, 8]}\n"
+        "[algo.optimizer]\nlr = {low = 1e-5, high = 1e-2, log = true}\n[algo.replay]\nbatch_size = {choices = [4, 8]}\n"
         "[frames]\nlow = 1000\nhigh = 3e3\nstep = '1k'\n"
     )
     entries = {
-        "algo": {"optimizer.lr": {"low": 1e-5, "high": 1e-2, "log": True}, "batch-size": {"choices": [4, 8]}},
+        "algo": {"optimizer.lr": {"low": 1e-5, "high": 1e-2, "log": True}, "replay.batch-size": {"choices": [4, 8]}},
         "frames": {"low": 1000, "high": 3000, "step": 1000},
     }
     (tmp_path / "space.json").write_text(json.dumps(entries))
@@ -78,7 +78,7 @@ def test_a_space_is_the_same_in_toml_in_json_and_nested(experiment, tmp_path):
     assert found[0] == found[1] == found[2]
     assert found[0] == {
         "algo.optimizer.lr": Range(1e-5, 1e-2, log=True),
-        "algo.batch_size": Choices((4, 8)),
+        "algo.replay.batch_size": Choices((4, 8)),
         "frames": Range(1000, 3000, step=1000, whole=True),
     }
 
@@ -101,8 +101,8 @@ def test_a_space_is_the_same_in_toml_in_json_and_nested(experiment, tmp_path):
         ('"algo.optimizer.lr" = {choices = [1], low = 1}', "low cannot be used with them"),
         ('"algo.optimizer.lr" = {low = 0.1, high = 1, step = 3}', "step=3.0 must lie between 0 and 0.9"),
         ('"algo.optimizer.lr" = 3', "should have low and high, or choices, not 3"),
-        ('"algo.batch-size" = {low = 0.5, high = 4}', "algo.batch_size: low=0.5 is not a whole number"),
-        ('"algo.batch-size" = {choices = [4, true]}', "algo.batch_size=True is not a whole number"),
+        ('"algo.replay.batch-size" = {low = 0.5, high = 4}', "algo.replay.batch_size: low=0.5 is not a whole number"),
+        ('"algo.replay.batch-size" = {choices = [4, true]}', "algo.replay.batch_size=True is not a whole number"),
         ('"algo.reward-clip" = {choices = ["abs"]}', "is not one of abs_one"),
         ('"algo.reward-clip" = {low = 1, high = 2}', "is not a number: give choices"),
         ('core = {choices = ["lstm", "grru"]}', "there is no core 'grru': did you mean gru"),
@@ -259,7 +259,7 @@ def test_the_same_settings_are_not_tried_twice(fake_training, experiment, tmp_pa
 
 def test_a_trial_with_an_invalid_combination_fails_alone(fake_training, experiment, tmp_path):
     # 64 trajectories wait at most for 32 environments, half as many for 16
-    space = {"algo.batch_size": {"choices": [8, 60]}, "runtime.envs": {"choices": [16, 32]}}
+    space = {"algo.replay.batch_size": {"choices": [8, 60]}, "runtime.envs": {"choices": [16, 32]}}
     trials = sweep(experiment, space, 12, tmp_path, jobs=1, seeds_per_trial=1)
     failed = [trial for trial in trials if trial.state == "failed"]
     assert failed and all(list(trial.values.values()) == [60, 16] for trial in failed)
@@ -312,7 +312,7 @@ def test_importances_are_estimated_from_ten_trials_on():
 
 def test_a_sweep_with_real_training(tmp_path, capsys):
     pytest.importorskip("optuna")
-    args = ["--runtime.envs", "4", "--algo.batch-size", "4", "--frames", "400", "--evaluation.episodes", "4"]
+    args = ["--runtime.envs", "4", "--algo.replay.batch-size", "4", "--frames", "400", "--evaluation.episodes", "4"]
     args += ["--space", "lr", "--trials", "1", "--seeds-per-trial", "1", "--run", str(tmp_path / "s")]
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     assert main(["sweep", "catch", *args]) == 0

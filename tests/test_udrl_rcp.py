@@ -24,7 +24,7 @@ from bestiary import tree
 from bestiary.acting.actor import Actor
 from bestiary.acting.episodes import play_episodes
 from bestiary.algos import Impala, Rcp, Udrl
-from bestiary.algos.exploration import Fixed
+from bestiary.algos.exploration import FixedExploration
 from bestiary.algos.return_conditioned import ReturnConditioned
 from bestiary.algos.return_conditioned.agent import ReturnConditionedAgent
 from bestiary.algos.return_conditioned.learner import ReturnConditionedLearner
@@ -422,8 +422,8 @@ def batch_of(
     named = ("return_to_go", "horizon", "episode_return", "rank_score", "value_target", "advantage")
     aux = {name: torch.randn(T, B, generator=rng, dtype=dtype) for name in named}
     aux["horizon"] = (moves - move)[cfg.burn_in :].clamp(min=1).to(dtype)
-    about = command_distribution(np.array(pool or [[1.0, 2.0][: cfg.width]]), spread=0.5)._asdict()
-    return Batch(Trajectory(step, action, {"valid": valid, **aux}, (), torch.zeros(B)), about=about)
+    info = command_distribution(np.array(pool or [[1.0, 2.0][: cfg.width]]), spread=0.5)._asdict()
+    return Batch(Trajectory(step, action, {"valid": valid, **aux}, (), torch.zeros(B)), info=info)
 
 
 def learner_of(cfg: ReturnConditioned, total_steps: int = 1_000, core: Any = CORE) -> ReturnConditionedLearner:
@@ -675,7 +675,7 @@ def surveyed(seed: int = 0, lengths: tuple[int, ...] = (5, 3, 7), cut: tuple[boo
         is_terminal=(move >= moves) & ~torch.tensor(cut),
     )
     t = Trajectory(step, torch.zeros(T, B, dtype=torch.int64), {}, (), torch.zeros(B))
-    return Batch(t, keys=torch.arange(B), about={"critic_refresh": torch.ones(())})
+    return Batch(t, keys=torch.arange(B), info={"critic_refresh": torch.ones(())})
 
 
 def plain_values(learner: ReturnConditionedLearner, t: Trajectory, b: int) -> list[Tensor]:
@@ -1028,7 +1028,7 @@ class Ordered(ReturnConditionedAgent):
 def test_an_episode_tells_what_it_was_asked_for_when_it_began(env, explore):
     env_batch = env.make(4, 0, 0, 1)
     agent = Ordered(udrl(head=(4,)), env_batch.spec, Net(), Ff())
-    actor = Actor(env_batch, agent, Fixed(torch.ones(4)) if explore else None, 7, 0, torch.device("cpu"))
+    actor = Actor(env_batch, agent, FixedExploration(torch.ones(4)) if explore else None, 7, 0, torch.device("cpu"))
     asked: list[list[tuple[float, ...]]] = [[] for _ in range(4)]
     seen = [0] * 4
     shrunk = False
@@ -1057,7 +1057,7 @@ def test_actors_go_on_knowing_what_was_asked_for():
         agent = aimed([[1.0, 4.0], [0.5, 3.0], [-1.0, 4.0]], spread=np.array([2.0, 0.0]))
         other = agent.cfg.agent(env_batch.spec, Net(), Ff())
         other.set_command_distribution(command_distribution(agent.pool.numpy(), agent.spread.numpy()))
-        return Actor(env_batch, other, Fixed(torch.ones(3)), 3, 0, torch.device("cpu"))
+        return Actor(env_batch, other, FixedExploration(torch.ones(3)), 3, 0, torch.device("cpu"))
 
     one, two = actor(), actor()
     one.unroll()

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.settings import configure
 
 import bestiary
 from bestiary.algos.base import Agent
@@ -43,7 +44,7 @@ SMALL = replace(
     evaluation=Evaluation(episodes=0),
     log=Logs(every=500, tensorboard=False),
 )
-SMALL = replace(SMALL, algo=replace(SMALL.algo, batch_size=4), runtime=replace(SMALL.runtime, envs=4, threads=1))
+SMALL = replace(SMALL, algo=configure(SMALL.algo, batch_size=4), runtime=replace(SMALL.runtime, envs=4, threads=1))
 
 
 def env_batch_of(env, num_envs=1):

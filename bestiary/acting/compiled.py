@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from bestiary.algos.exploration import Fixed, Novelty
+from bestiary.algos.exploration import CountBasedExploration, FixedExploration
 from bestiary.envs.batched import VectorEnvBatch
 from bestiary.envs.env_batch import VectorStep
 from bestiary.ops import interpreter
@@ -36,13 +36,13 @@ class CompiledActor:
         self.weights = np.zeros(0, np.float32)
         self.scale = np.float32(1 / 255 if env_batch.spec.obs_dtype == torch.uint8 else 1)
         explorer = actor.explorer
-        self.keeps = actor.agent.keeps
-        self.samples = explorer is not None and actor.agent.picks == "sample"
+        self.output_key = actor.agent.output_key
+        self.samples = explorer is not None and actor.agent.action_selection == "sample"
         self.counts, self.count_epsilon = np.zeros(0, np.int64), 0.0
         self.hash_keys = np.zeros(1, np.uint64)
-        if isinstance(explorer, Novelty):
-            self.counts, self.count_epsilon = explorer.counts, explorer.chance
-            self.hash_keys = explorer.numbers(int(np.prod(env_batch.spec.obs_shape)))
+        if isinstance(explorer, CountBasedExploration):
+            self.counts, self.count_epsilon = explorer.counts, explorer.scale
+            self.hash_keys = explorer.hash_keys_for(int(np.prod(env_batch.spec.obs_shape)))
 
     def unroll(self, length: int) -> tuple[Trajectory, list[Episode]]:
         """The compiled form of `Actor.unroll`, once the first time step has been acted on."""
@@ -58,8 +58,8 @@ class CompiledActor:
         terminated, truncated, first = np.zeros((3, T, B), bool)
         prev, output = np.zeros((T, B), np.int64), np.zeros((T, B, A), np.float32)
         obs[0], action[0] = first_obs, row[1].numpy()
-        if self.keeps:
-            output[0] = row[2][self.keeps].numpy()
+        if self.output_key:
+            output[0] = row[2][self.output_key].numpy()
 
         # the random numbers that the ordinary loop would generate, step by step
         epsilon = np.zeros(B, np.float32)
@@ -70,7 +70,7 @@ class CompiledActor:
         else:
             noise = torch.rand(length, 2, B, generator=actor.rng).numpy()
             epsilon[:] = actor.agent.epsilon  # type: ignore
-            if isinstance(actor.explorer, Fixed):
+            if isinstance(actor.explorer, FixedExploration):
                 epsilon = np.maximum(epsilon, actor.explorer.values.numpy())
         memory = flatten_state(actor.after, B)
         before, flat, episodes = memory, obs.reshape(T, B, -1), []
@@ -98,7 +98,7 @@ class CompiledActor:
         steps = TimeStep(*(torch.from_numpy(x) for x in (obs, prev, reward.astype(np.float32), first, terminated)))
         for entries, first_entry in zip(steps, row[0], strict=True):
             entries[0] = first_entry
-        aux = {self.keeps: torch.from_numpy(output)} if self.keeps else {}
+        aux = {self.output_key: torch.from_numpy(output)} if self.output_key else {}
         actions = torch.from_numpy(action)
         start = actor.before
         final = TimeStep(*(x[-1] for x in steps))
@@ -113,7 +113,7 @@ def compiled_actor(actor: "Actor") -> CompiledActor | None:
     env_batch, spec = actor.env_batch, actor.env_batch.spec
     if actor.device.type != "cpu" or not isinstance(env_batch, VectorEnvBatch):
         return None
-    if not isinstance(actor.explorer, Fixed | Novelty | None):
+    if not isinstance(actor.explorer, FixedExploration | CountBasedExploration | None):
         return None
     if sum(p.numel() for p in actor.agent.parameters()) > MAX_PARAMETERS:
         return None

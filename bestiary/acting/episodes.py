@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bestiary.acting.actor import Actor
 from bestiary.algos.base import Agent, AgentWrapper
-from bestiary.algos.exploration import Fixed
+from bestiary.algos.exploration import FixedExploration
 from bestiary.envs.env_batch import EnvBatch
 from bestiary.errors import UserError
 from bestiary.ops.policy import epsilon_greedy
@@ -33,9 +33,9 @@ class EpsilonGreedyAgent(AgentWrapper):
         return epsilon_greedy(F.one_hot(action, self.num_actions), self.epsilon, rng), aux, state
 
 
-def explore_rates(mode: Mode, num_envs: int) -> Fixed | None:
+def explore_rates(mode: Mode, num_envs: int) -> FixedExploration | None:
     """The explorer of an evaluation mode: None is greedy; a rate of 0 samples from the policy."""
-    return None if mode == "greedy" else Fixed(torch.zeros(num_envs))
+    return None if mode == "greedy" else FixedExploration(torch.zeros(num_envs))
 
 
 def quotas(episodes: int, slots: int) -> list[int]:

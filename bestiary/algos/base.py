@@ -1,7 +1,7 @@
-"""What every algorithm promises."""
+"""The interfaces of an algorithm (settings, agent, learner), and the gradient step that all learners share."""
 
 import math
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from bestiary.algos.exploration import Explorer
 from bestiary.cores.base import CoreConfig
 from bestiary.errors import UserError
-from bestiary.nets import Net
+from bestiary.nets import Net, Torso
 from bestiary.ops.collective import SINGLE_PROCESS, Collective
 from bestiary.ops.program import Program
 from bestiary.replay.base import ReplayBuilder
@@ -17,22 +17,22 @@ from bestiary.types import Batch, Snapshot, Spec, State, TimeStep, Update
 
 
 class Agent(nn.Module):
-    """What actors run; its state_dict is all that travels back to them."""
+    """What actors run. Its state_dict is all that learners send to actors."""
 
-    picks: Literal["sample", "epsilon_greedy"] = "sample"  # how `act` chooses by what the network answers
-    keeps: str | None = None  # the name under which that answer is kept in aux
+    action_selection: Literal["sample", "epsilon_greedy"] = "sample"  # how `act` chooses by the network's output
+    output_key: str | None = None  # the key of `aux` under which `act` records that output; None: it does not
 
     def initial_state(self, batch_size: int) -> State:
         raise NotImplementedError
 
     def compile_to(self, program: Program) -> int | None:
-        """The network as instructions for compiled acting: where its answer is; None: it has none."""
+        """Write the network as instructions for compiled acting; returns where its output is. None: not supported."""
         return None
 
     def act(
         self, step: TimeStep, state: State, explore: Tensor | None, rng: torch.Generator
     ) -> tuple[Tensor, dict[str, Tensor], State]:
-        """step is [B, ...] -> action [B], aux, state. explore is [B], in [0, 1]; None: play the best move."""
+        """step is [B, ...] -> action [B], aux, state. explore is [B], in [0, 1]; None: the greedy action."""
         raise NotImplementedError
 
     def set_command(self, command: tuple[float, ...]) -> None:
@@ -45,7 +45,7 @@ class Agent(nn.Module):
 
 
 class AgentWrapper(Agent):
-    """Another agent, with something done on the way: subclasses write `act`."""
+    """An agent that changes how another one acts: subclasses write `act`."""
 
     def __init__(self, agent: Agent) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class AgentWrapper(Agent):
 
 
 def load_weights(agent: Agent, weights: dict[str, Tensor], other: str) -> None:
-    """Weights into the network they were learnt in; `other` says than what it would be another one."""
+    """Load weights into an agent. The error of weights that do not fit says "of another network {other}"."""
     try:
         agent.load_state_dict(weights)
     except RuntimeError as e:
@@ -68,7 +68,7 @@ def load_weights(agent: Agent, weights: dict[str, Tensor], other: str) -> None:
 
 
 class Diverged(UserError):
-    """Learning produced a number that is not one. The weights from before that update are intact."""
+    """Loss or gradient is NaN or infinite. The weights from before that update are intact."""
 
 
 def apply_gradient(
@@ -79,10 +79,10 @@ def apply_gradient(
     update: int,
     collective: Collective = SINGLE_PROCESS,
 ) -> Tensor:
-    """One step down the loss, its gradient clipped to a norm (None: as it is). Returns the norm before.
+    """One step of gradient descent, the gradient clipped to a norm (None: not clipped). Returns the norm before.
 
-    To look up a module's parameters takes longer than an update of a small network: that may be done once.
-    Of several learners each has its part of the loss: all see the same sums, so all step, or none does.
+    Several learners each have a part of the loss. All see the same sums, so all take the step, or none does. `module`
+    may be a list of parameters: looking them up takes longer than an update of a small network.
     """
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
@@ -98,10 +98,26 @@ def apply_gradient(
     return norm.detach()
 
 
-class Learner(Protocol):
-    """Owns targets, critics and optimisers, and never ships them.
+def core_parameter_groups(module: nn.Module, core_lr: float | None) -> list[dict[str, Any]]:
+    """All parameters for an optimiser; those of cores with a learning rate of their own, where one is given."""
+    core = [p for m in module.modules() if isinstance(m, Torso) for p in m.core.parameters()]
+    if core_lr is None or not core:
+        return [{"params": list(module.parameters())}]
+    in_core = {id(p) for p in core}
+    rest = [p for p in module.parameters() if id(p) not in in_core]
+    return [{"params": rest}, {"params": core, "lr": core_lr}]
 
-    One that can be one of several also has `together`, `ALONE` at first, and asks it what all of them have.
+
+def normalized_weights(weight: Tensor, collective: Collective = SINGLE_PROCESS) -> Tensor:
+    """[..., T, B]: weights that sum to 1 over time and batch, of all learners together; all zero if they sum to 0."""
+    total = collective.all_reduce_sum(weight.sum((-2, -1), keepdim=True))
+    return weight / total.clamp(min=torch.finfo(weight.dtype).tiny)
+
+
+class Learner(Protocol):
+    """Owns target networks, critics and optimisers; only the agent's weights are sent to actors.
+
+    A learner that can be one of several also has an attribute `collective`, at first `SINGLE_PROCESS`.
     """
 
     updates: int
@@ -115,7 +131,7 @@ class Learner(Protocol):
 
 
 class AlgoConfig(Protocol):
-    """An algorithm is a frozen dataclass of numbers that builds an agent and its learner."""
+    """The settings of an algorithm, a frozen dataclass, which builds its replay, exploration, agent and learner."""
 
     @property
     def unroll(self) -> int: ...

@@ -1,4 +1,4 @@
-"""How much each environment slot explores: the number an actor hands to `act` with every row."""
+"""Exploration: how much each environment explores, as the number that an actor hands to `act` at every step."""
 
 from typing import Protocol
 
@@ -12,19 +12,19 @@ from bestiary.types import Snapshot, TimeStep
 
 class Explorer(Protocol):
     def __call__(self, step: TimeStep) -> Tensor:
-        """One number in [0, 1] per slot, [B]."""
+        """One number in [0, 1] per environment, [B]."""
         ...
 
     def part(self, first: int, count: int) -> "Explorer":
-        """That of some of the slots, for an actor that plays only these."""
+        """The explorer of some of the environments, for an actor that plays only those."""
         ...
 
     def state_dict(self) -> Snapshot: ...
     def load_state_dict(self, state: Snapshot) -> None: ...
 
 
-class Fixed:
-    """The same numbers at every row, one per slot."""
+class FixedExploration:
+    """A constant number per environment."""
 
     def __init__(self, values: Tensor) -> None:
         self.values = values
@@ -33,8 +33,8 @@ class Fixed:
         self.values = self.values.to(step.reward.device)
         return self.values
 
-    def part(self, first: int, count: int) -> "Fixed":
-        return Fixed(self.values[first : first + count])
+    def part(self, first: int, count: int) -> "FixedExploration":
+        return FixedExploration(self.values[first : first + count])
 
     def state_dict(self) -> Snapshot:
         return {}
@@ -43,44 +43,44 @@ class Fixed:
         pass
 
 
-def ladder(rungs: int, base: float, alpha: float) -> Tensor:
-    """base^(1 + alpha i / (rungs - 1)): from bold to nearly greedy, a rung an environment (Horgan et al. 2018)."""
-    return base ** (1 + alpha * torch.linspace(0, 1, rungs, dtype=torch.float64)).float()
+def per_actor_epsilon(actors: int, base: float, alpha: float) -> Tensor:
+    """eps_i = base^(1 + alpha i / (N - 1)) of actor i of N (Horgan et al. 2018)."""
+    return base ** (1 + alpha * torch.linspace(0, 1, actors, dtype=torch.float64)).float()
 
 
-class Novelty:
-    """The chance given for what an episode shows once or less; for what it shows n times, an nth of it.
+class CountBasedExploration:
+    """Count-based exploration: epsilon is `scale` / n for an observation that an episode shows n times on average.
 
-    Every kind of row is thus tried out about as often per episode: a crossroads as often as a whole long corridor. The
-    like of a row is what shows the same observation after the same action. It is counted by its hash in a table of
-    fixed size; two kinds that share a place are rarely noticed, and then only explored a little less.
+    Every kind of observation is thus explored about as often per episode: a junction as often as a whole corridor.
+    Observations are counted together with the action that led to them, by hash, in a table of fixed size; two that
+    share a bucket are explored a little less.
     """
 
-    def __init__(self, chance: float) -> None:
+    def __init__(self, scale: float) -> None:
         from bestiary.ops import counts  # compiled: loaded only where something is counted
 
-        self.counting = counts
-        self.chance = chance
-        self.counts = np.zeros(counts.PLACES + 1, np.int64)
-        self.odd = np.zeros(0, np.uint64)
+        self.compiled = counts
+        self.scale = scale
+        self.counts = np.zeros(counts.BUCKETS + 1, np.int64)
+        self.hash_keys = np.zeros(0, np.uint64)
 
-    def numbers(self, size: int) -> NDArray[np.uint64]:
+    def hash_keys_for(self, size: int) -> NDArray[np.uint64]:
         """A fixed odd number for each entry of an observation, and one for the action."""
-        if len(self.odd) != size + 1:
-            self.odd = np.random.default_rng(0).integers(1, 2**63, size + 1).astype(np.uint64) * 2 + 1
-        return self.odd
+        if len(self.hash_keys) != size + 1:
+            self.hash_keys = np.random.default_rng(0).integers(1, 2**63, size + 1).astype(np.uint64) * 2 + 1
+        return self.hash_keys
 
     def __call__(self, step: TimeStep) -> Tensor:
-        rows = step.obs.cpu().flatten(1).numpy(), step.prev_action.cpu().numpy(), step.is_first.cpu().numpy()
-        odd = self.numbers(rows[0].shape[1])
-        self.counting.count(self.counts, odd, *rows)
-        rarity = [self.counting.rarity(self.counts, odd, *row) for row in zip(*rows, strict=True)]
-        return (self.chance * torch.tensor(rarity)).float().to(step.reward.device)
+        columns = step.obs.cpu().flatten(1).numpy(), step.prev_action.cpu().numpy(), step.is_first.cpu().numpy()
+        keys = self.hash_keys_for(columns[0].shape[1])
+        self.compiled.count(self.counts, keys, *columns)
+        rarity = [self.compiled.rarity(self.counts, keys, *one) for one in zip(*columns, strict=True)]
+        return (self.scale * torch.tensor(rarity)).float().to(step.reward.device)
 
-    def part(self, first: int, count: int) -> "Novelty":
-        return Novelty(self.chance)  # each counts what it sees itself
+    def part(self, first: int, count: int) -> "CountBasedExploration":
+        return CountBasedExploration(self.scale)  # every actor counts what it sees itself
 
-    def state_dict(self) -> Snapshot:
+    def state_dict(self) -> Snapshot:  # keys as in checkpoints of 0.1
         used = self.counts.nonzero()[0]
         return {"places": torch.from_numpy(used), "counts": torch.from_numpy(self.counts[used])}
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from bestiary.algos.base import Agent, apply_gradient
-from bestiary.algos.exploration import Explorer, Fixed
+from bestiary.algos.exploration import Explorer, FixedExploration
 from bestiary.cores.base import CoreConfig
 from bestiary.errors import UserError
 from bestiary.nets import Net, Torso, orthogonal
@@ -16,14 +16,14 @@ from bestiary.ops.collective import SINGLE_PROCESS, Collective
 from bestiary.ops.policy import RewardClip, clip_reward, entropy, kl, log_prob, sample
 from bestiary.ops.program import Program
 from bestiary.ops.returns import vtrace
-from bestiary.replay.fifo import Fifo
+from bestiary.replay.fifo import Fifo, FifoBuilder
 from bestiary.types import Batch, Metrics, Snapshot, Spec, State, TimeStep, Trajectory, Update, transitions
 
 
 class ImpalaAgent(Agent):
     """Policy logits and a state value (baseline) on one torso."""
 
-    keeps = "logits"
+    output_key = "logits"
 
     def __init__(self, spec: Spec, net: Net, core: CoreConfig) -> None:
         super().__init__()
@@ -167,10 +167,7 @@ class Impala:
 
     unroll: int = 20
     """unroll length T: transitions per trajectory, in agent steps (IMPALA: 20, TorchBeast: 80)"""
-    batch_size: int = 32
-    """batch size B: trajectories per update (IMPALA: 32)"""
-    queue: int | None = None
-    """queue capacity in trajectories; actors pause when it is full; None: twice the number of environments"""
+    replay: Fifo = field(default_factory=Fifo)
     discount: float = 0.99
     """discount factor gamma (IMPALA: 0.99)"""
     reward_clip: RewardClip = "abs_one"
@@ -201,8 +198,6 @@ class Impala:
     def __post_init__(self) -> None:
         if self.unroll < 1:
             raise UserError(f"algo.unroll={self.unroll} must be at least 1")
-        if self.batch_size < 1:
-            raise UserError(f"algo.batch-size={self.batch_size} must be at least 1")
         if not 0 <= self.discount <= 1:
             raise UserError(f"algo.discount={self.discount} must lie in [0, 1]")
         if not 0 <= self.trace_decay <= 1:
@@ -214,11 +209,11 @@ class Impala:
         if self.grad_norm <= 0:
             raise UserError(f"algo.grad-norm={self.grad_norm} must be positive")
 
-    def replay_builder(self, num_streams: int) -> Fifo:
-        return Fifo(self.batch_size, 2 * num_streams if self.queue is None else self.queue)
+    def replay_builder(self, num_streams: int) -> FifoBuilder:
+        return FifoBuilder(self.replay, num_streams)
 
     def explorer(self, num_envs: int) -> Explorer:
-        return Fixed(torch.zeros(num_envs))  # exploration comes from sampling the policy
+        return FixedExploration(torch.zeros(num_envs))  # exploration comes from sampling the policy
 
     def agent(self, spec: Spec, net: Net, core: CoreConfig) -> ImpalaAgent:
         return ImpalaAgent(spec, net, core)

@@ -16,6 +16,7 @@ from bestiary.bench import medians
 from bestiary.config.experiment import Experiment
 from bestiary.config.machine import cores
 from bestiary.presets import preset
+from bestiary.replay import Fifo
 from bestiary.runtime import Local, Overlap, Ray
 from bestiary.runtime.local import LocalRuntime
 from bestiary.runtime.start import start
@@ -50,7 +51,7 @@ def atari(cfg: Settings, runtime: Local | Overlap | Ray) -> Experiment:
     return replace(
         base,
         env=replace(base.env, game=cfg.game),
-        algo=replace(base.algo, unroll=cfg.unroll, batch_size=cfg.envs, queue=2 * cfg.envs),
+        algo=replace(base.algo, unroll=cfg.unroll, replay=Fifo(cfg.envs, 2 * cfg.envs)),
         runtime=runtime,
         frames=10**9,
     )

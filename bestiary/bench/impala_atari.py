@@ -13,6 +13,7 @@ from bestiary.bench import medians
 from bestiary.envs.atari import AtariEnvBatch
 from bestiary.nets import Resnet, Shallow
 from bestiary.presets import preset
+from bestiary.replay import Fifo
 from bestiary.runtime.local import LocalRuntime
 from bestiary.runtime.start import start
 from bestiary.types import Batch
@@ -44,7 +45,7 @@ def measure(cfg: Settings, net: str) -> dict[str, float]:
         base,
         env=replace(base.env, game=cfg.game),
         net=replace(base.net, encoder=encoder),
-        algo=replace(base.algo, unroll=cfg.unroll, batch_size=cfg.envs),
+        algo=replace(base.algo, replay=Fifo(cfg.envs), unroll=cfg.unroll),
         runtime=replace(base.runtime, envs=cfg.envs, threads=cfg.threads),
     )
     runtime = start(experiment)

@@ -71,11 +71,13 @@ class Settings:
 
     def experiment(self) -> Experiment:
         base = preset(self.preset)
+        algo = base.algo
+        assert isinstance(algo, Apex | R2d2)
         machine = {"local": Local, "overlap": Overlap}[self.runtime]
         return replace(
             base,
             env=Atari(game=self.game),
-            algo=replace(base.algo, capacity=CAPACITY, warmup=self.warmup),
+            algo=replace(algo, replay=replace(algo.replay, capacity=CAPACITY, warmup=self.warmup)),
             runtime=machine(envs=self.envs, threads=self.threads),
             frames=10**12,  # never reached
         )
@@ -108,7 +110,8 @@ class Parts:
         agent = copy.deepcopy(self.learner.agent)
         self.actor = Actor(env_batch, agent, algo.explorer(envs), algo.unroll, 0, self.device)
         self.trajectory, _ = self.actor.unroll()
-        self.replay = replace(algo, ratio=ALWAYS).replay_builder(envs).build(0, env_batch.spec, agent.initial_state(1))
+        algo = replace(algo, replay=replace(algo.replay, updates_per_step=ALWAYS))
+        self.replay = algo.replay_builder(envs).build(0, env_batch.spec, agent.initial_state(1))
         while self.replay.ring.newest < self.replay.ring.slots or self.replay.rate_limiter.due < 1:
             self.write()
         self.rng = np.random.default_rng(0)
@@ -149,10 +152,10 @@ def fill(runtime: LocalRuntime) -> None:
     """Play until updates may begin, and take those that the moves so far allow for made."""
     replay = runtime.replay
     assert isinstance(replay, PrioritizedReplay)
-    while replay.rate_limiter.moves < replay.rate_limiter.warmup:
+    while replay.rate_limiter.steps < replay.rate_limiter.warmup:
         trajectory, _ = runtime.actor.unroll()
         replay.add(trajectory)
-    replay.rate_limiter.batches = int(replay.rate_limiter.ratio * replay.rate_limiter.moves)
+    replay.rate_limiter.batches = int(replay.rate_limiter.updates_per_step * replay.rate_limiter.steps)
 
 
 class Loop:
@@ -207,7 +210,7 @@ def measure(cfg: Settings) -> dict[str, float]:
         with closing(parts.env_batch):
             seconds = medians(sides, cfg.rounds)
         threads = runtime.threads
-    per_unroll, per_update = 1 / (algo.unroll * cfg.envs), algo.ratio / UPDATES
+    per_unroll, per_update = 1 / (algo.unroll * cfg.envs), algo.replay.updates_per_step / UPDATES
     calls = dict.fromkeys(PARTS, per_update) | dict.fromkeys(("emulator", "acting", "writing"), per_unroll)
     cost = {name: calls[name] * seconds[name] for name in PARTS}  # per move
     playing = cost["emulator"] + cost["acting"]
@@ -225,7 +228,9 @@ def main(cfg: Settings) -> dict[str, Any]:
     r = measure(cfg)
     algo = cfg.experiment().algo
     assert isinstance(algo, Apex | R2d2)
-    setting = f"T={algo.unroll}, {cfg.envs} environments, batch {algo.batch_size}, {torch.get_num_threads()} threads"
+    setting = (
+        f"T={algo.unroll}, {cfg.envs} environments, batch {algo.replay.batch_size}, {torch.get_num_threads()} threads"
+    )
     table = Table(
         title=f"{cfg.title} on {cfg.game}, {cfg.runtime}: {setting}", title_justify="left", box=None, padding=(0, 2)
     )
@@ -241,7 +246,8 @@ def main(cfg: Settings) -> dict[str, Any]:
     if cfg.runtime == "overlap":
         console.print("  (side by side is meant where there are two cores for each thread: else both want the same)")
     rates = f"{r['loop']:,.0f} moves/s, {r['updates']:,.1f} updates/s"
-    console.print(f"  loop, an update every {1 / algo.ratio:.0f} moves: {rates}, {100 * r['share']:.0f}% of the ideal")
+    every = f"an update every {1 / algo.replay.updates_per_step:.0f} steps"
+    console.print(f"  loop, {every}: {rates}, {100 * r['share']:.0f}% of the ideal")
     aside = "; waiting for the actor aside" if cfg.runtime == "overlap" else ""
     share = f"{100 * r['waiting']:.1f}% of the time"
     console.print(f"  the learner waits for data {share} (sampling, writing priorities back{aside})")

@@ -17,8 +17,8 @@ from bestiary.bench import medians
 from bestiary.config.machine import tune_malloc
 from bestiary.config.schema import Count
 from bestiary.errors import UserError
-from bestiary.ops.priorities import importance
-from bestiary.replay.prioritized import PrioritizedReplay
+from bestiary.ops.priorities import importance_weights
+from bestiary.replay.prioritized import Prioritized, PrioritizedReplay
 from bestiary.replay.sum_tree import SumTree
 from bestiary.types import Spec, TimeStep, Trajectory
 
@@ -73,8 +73,8 @@ def with_tree(tree: SumTree, cfg: Settings, batch: int) -> Side:
 
     def run() -> None:
         for _ in range(cfg.batches):
-            slots, weight = tree.draw(batch, rng)
-            importance(torch.from_numpy(weight / tree.total), tree.capacity, BETA).float()
+            slots, weight = tree.sample(batch, rng)
+            importance_weights(torch.from_numpy(weight / tree.total), tree.capacity, BETA).float()
             tree.set(slots, np.maximum(next(priorities), FLOOR) ** ALPHA)
 
     return run
@@ -90,7 +90,7 @@ def with_sums(cfg: Settings, weights: NDArray[np.float64]) -> Side:
             ends = np.cumsum(weights)
             points = (np.arange(cfg.batch) + rng.random(cfg.batch)) / cfg.batch * ends[-1]
             slots = np.minimum(np.searchsorted(ends, points, "right"), len(ends) - 1)
-            importance(torch.from_numpy(weights[slots] / ends[-1]), len(weights), BETA).float()
+            importance_weights(torch.from_numpy(weights[slots] / ends[-1]), len(weights), BETA).float()
             weights[slots] = np.maximum(next(priorities), FLOOR) ** ALPHA
 
     return run
@@ -135,7 +135,8 @@ def trees(cfg: Settings) -> dict[str, float]:
 
 def full_replay(cfg: Settings, batch: int) -> PrioritizedReplay:
     """Of Ape-X on pictures that a random agent might have seen."""
-    algo = Apex(unroll=UNROLL, batch_size=batch, capacity=cfg.rows, warmup=warmup(batch), ratio=ALWAYS)
+    settings = Prioritized(batch, cfg.rows, warmup(batch), updates_per_step=ALWAYS)
+    algo = Apex(replay=settings, unroll=UNROLL)
     replay = algo.replay_builder(STREAMS).build(0, SPEC)
     rng, shape = torch.Generator().manual_seed(0), (UNROLL + 1, STREAMS)
     nowhere, action = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.long)
@@ -151,8 +152,8 @@ def whole(cfg: Settings, batch: int) -> dict[str, float]:
     """Microseconds per batch: all of it, and of that the tree and the copying of rows."""
     replay = full_replay(cfg, batch)
     rng, priorities = np.random.default_rng(0), new_priorities(cfg, batch)
-    drawn = cycle([np.divmod(replay.tree.draw(batch, rng)[0], STREAMS) for _ in range(cfg.batches)])
-    rows = np.arange(replay.cfg.rows)[:, None]
+    drawn = cycle([np.divmod(replay.tree.sample(batch, rng)[0], STREAMS) for _ in range(cfg.batches)])
+    rows = np.arange(replay.item_steps)[:, None]
 
     def sample_and_update() -> None:
         for _ in range(cfg.batches):
@@ -164,7 +165,7 @@ def whole(cfg: Settings, batch: int) -> dict[str, float]:
     def copy() -> None:
         for _ in range(cfg.batches):
             place, stream = next(drawn)
-            replay.ring.gather(replay.ring.number(place) + rows, stream)
+            replay.ring.gather(replay.ring.step_in(place) + rows, stream)
 
     sides = {"whole": sample_and_update, "tree": with_tree(replay.tree, cfg, batch), "copying": copy}
     micros = {name: 1e6 * s / cfg.batches for name, s in medians(sides, cfg.rounds).items()}

@@ -53,11 +53,41 @@ RETURN_CONDITIONED: dict[str, str | Removed] = {
     "lr_last": "final_lr_fraction",
     "critic_every": "critic_period",
 }
+UNIFORM: dict[str, str | Removed] = {
+    "batch_size": "replay.batch_size",
+    "capacity": "replay.capacity",
+    "warmup": "replay.warmup",
+    "ratio": "replay.updates_per_step",
+    "window": "replay.sequence_length",
+    "stored_state": "replay.stored_state",
+    "period": "target_update_period",
+    "memory_lr": "core_lr",
+    "focus": "td_weight_exponent",
+}
+PRIORITIZED: dict[str, str | Removed] = {
+    **{old: new for old, new in UNIFORM.items() if old != "focus"},
+    "alpha": "replay.priority_exponent",
+    "beta": "replay.importance_exponent",
+    "priority_floor": "replay.priority_floor",
+    "stride": "replay.stride",
+    "eta": "replay.eta",
+    "eviction": "replay.eviction",
+    "rescale": "value_rescale_eps",
+}
 FIELDS: dict[str, dict[str, str | Removed]] = {
+    "dqn": UNIFORM | {"rescale": "value_rescale_eps", "novelty": "count_epsilon"},
+    "sac-discrete": UNIFORM,
+    "apex": PRIORITIZED,
+    "r2d2": PRIORITIZED,
     "udrl": RETURN_CONDITIONED,
     "rcp": RETURN_CONDITIONED,
     "evaluation": {"beside": "background"},
-    "impala": {"trusted": "reference_run", "trusted_cost": "reference_kl_cost"},
+    "impala": {
+        "batch_size": "replay.batch_size",
+        "queue": "replay.capacity",
+        "trusted": "reference_run",
+        "trusted_cost": "reference_kl_cost",
+    },
     "ray": {"patience": "timeout", "replay_at": "replay_placement"},
 }
 
@@ -87,6 +117,7 @@ METRICS: dict[str, str] = {
     "game_frames": "episode_frames",
     "game_steps": "episode_length",
     "per_game_": "per_episode_",
+    "replay_rows": "replay_steps",
     "trusted_kl": "reference_kl",
 }
 
@@ -121,6 +152,11 @@ SNAPSHOTS: dict[str, str] = {
 NESTED: dict[tuple[str, str], str] = {
     ("udrl", "replay"): "episodes",
     ("rcp", "replay"): "episodes",
+    ("impala", "replay"): "fifo",
+    ("dqn", "replay"): "uniform",
+    ("sac-discrete", "replay"): "uniform",
+    ("apex", "replay"): "prioritized",
+    ("r2d2", "replay"): "prioritized",
 }
 
 

@@ -80,6 +80,6 @@ def check_memory(needed: int, capacity: int) -> None:
     free = free_memory()
     if free is not None and needed > free:
         raise UserError(
-            f"algo.capacity={capacity} needs {needed / 2**30:.1f} GiB of memory, of which {free / 2**30:.1f} are free: "
-            f"lower it to {int(0.9 * capacity * free / needed)} or less"
+            f"algo.replay.capacity={capacity} needs {needed / 2**30:.1f} GiB of memory, of which "
+            f"{free / 2**30:.1f} are free: lower it to {int(0.9 * capacity * free / needed)} or less"
         )

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from bestiary.algos import Dqn, SacDiscrete
 from bestiary.analysis.curves import Line, Statistic, aggregate
 from bestiary.config.experiment import Experiment
 from bestiary.config.suggestions import did_you_mean
@@ -112,9 +113,8 @@ def seconds_per_frame(experiment: Experiment) -> float:
             learning = time.perf_counter() - began
         steps, streams = trajectory.action.shape
         algo = experiment.algo
-        ratio = getattr(algo, "ratio", None) or getattr(getattr(algo, "replay", None), "updates_per_step", None)
-        per_frame = ratio or 1 / (getattr(algo, "batch_size", 1) * algo.unroll)
-        return acting / ((steps - 1) * streams) + per_frame * learning
+        assert isinstance(algo, Dqn | SacDiscrete)
+        return acting / ((steps - 1) * streams) + algo.replay.updates_per_step * learning
     finally:
         runtime.close()
 

@@ -1,22 +1,22 @@
-"""What prioritized replay computes: how surprising a sequence was, and how to weigh what is drawn too often."""
+"""Priorities of sequences and importance sampling weights of prioritized replay."""
 
 import torch
 from torch import Tensor
 
 
-def sequence_priority(error: Tensor, valid: Tensor, eta: float) -> Tensor:
-    """[T, B] -> [B]: between the largest error of a sequence (eta = 1) and their mean (eta = 0).
+def sequence_priority(td_error: Tensor, valid: Tensor, eta: float) -> Tensor:
+    """[T, B] -> [B]: eta max |TD error| + (1 - eta) mean |TD error| (Kapturowski et al. 2019).
 
-    Where nothing is valid there is no surprise.
+    A sequence without a valid transition has priority 0.
     """
-    error = torch.where(valid, error.abs(), 0)
+    error = torch.where(valid, td_error.abs(), 0)
     return eta * error.amax(0) + (1 - eta) * error.sum(0) / valid.sum(0).clamp(min=1)
 
 
-def importance(share: Tensor, count: int, beta: float) -> Tensor:
-    """(count x share)^-beta over its largest, [B]: what was likely to be drawn counts less, and nothing more than once.
+def importance_weights(probability: Tensor, count: int, beta: float) -> Tensor:
+    """w_i = (N P(i))^-beta / max_j w_j, [B] (Schaul et al. 2016, section 3.4).
 
-    share: each item's part of all priorities; count: items there are.
+    probability: P(i) of the sampled items; count: N, the number of items; the maximum is over the batch.
     """
-    weight = (count * share) ** -beta
+    weight = (count * probability) ** -beta
     return weight / weight.max()

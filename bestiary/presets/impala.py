@@ -8,6 +8,7 @@ from bestiary.cores import Ff
 from bestiary.envs import Atari
 from bestiary.nets import Net, Resnet, Shallow
 from bestiary.nets.optim import RmsPropTf
+from bestiary.replay import Fifo
 from bestiary.runtime.config import Local
 
 impala_shallow = Experiment(
@@ -17,8 +18,8 @@ impala_shallow = Experiment(
         noop_max=30,  # 1-30 no-op actions at the start of a game, in training and evaluation
     ),
     algo=Impala(
+        replay=Fifo(batch_size=32),  # trajectories
         unroll=20,  # agent steps
-        batch_size=32,  # trajectories
         discount=0.99,
         reward_clip="abs_one",  # to [-1, 1]
         baseline_cost=0.5,

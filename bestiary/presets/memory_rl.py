@@ -16,6 +16,7 @@ from bestiary.envs import KeyToDoor, TMaze, VisualMatch
 from bestiary.nets import Mlp, Net, SmallCnn
 from bestiary.nets.optim import Adam
 from bestiary.presets.budgets import MEMORY_RL, QUICK
+from bestiary.replay import Uniform
 from bestiary.runtime.config import Local
 
 WARMUP = 10  # episodes
@@ -31,14 +32,16 @@ def gpt(width: int, layers: int, heads: int, horizon: int) -> Gpt:
     return Gpt(width, layers, heads, window=horizon + 1, dropout=0.1, project=False, weight_std=0.02)
 
 
-def stored(horizon: int) -> dict[str, Any]:
-    """How both algorithms learn from what was played."""
+def shared_settings(horizon: int) -> dict[str, Any]:
+    """Settings of both algorithms."""
     return {
+        "replay": Uniform(
+            batch_size=64,  # whole episodes
+            capacity=max(1_000_000, 1000 * horizon),
+            warmup=WARMUP * horizon,
+            updates_per_step=0.25,
+        ),
         "unroll": horizon + 1,  # one episode
-        "batch_size": 64,  # whole episodes
-        "capacity": max(1_000_000, 1000 * horizon),
-        "warmup": WARMUP * horizon,
-        "ratio": 0.25,
         "discount": 0.99,
         "tau": 0.005,
         "head": (256, 256),
@@ -50,7 +53,7 @@ def dqn(env: TMaze, horizon: int, episodes: int, core: CoreConfig, units: tuple[
     return Experiment(
         env=env,
         algo=Dqn(
-            **stored(horizon),
+            **shared_settings(horizon),
             epsilon_fraction=0.1,  # from 1 to one over the horizon
         ),
         core=core,
@@ -65,7 +68,7 @@ def sac(env: VisualMatch | KeyToDoor, horizon: int, episodes: int, core: CoreCon
     return Experiment(
         env=env,
         algo=SacDiscrete(
-            **stored(horizon),
+            **shared_settings(horizon),
             temperature=0.1,
             shared_encoder=True,
             freeze_critic=True,
@@ -136,19 +139,21 @@ def quick_tmaze(length: int, active: bool = False, memory: str = "delta-net", ep
     return Experiment(
         env=TMaze(length, active),  # without memory: 0.5
         algo=Dqn(
-            unroll=horizon + 1,  # one episode and the row that opens the next
-            batch_size=min(32, max(4, 4_000 // horizon)),  # whole episodes
-            capacity=2_000 * horizon,
-            warmup=envs * horizon,  # one episode of every environment
-            ratio=1 / horizon,  # an update for every episode
-            discount=1.0,  # every episode is as long
-            # a reward comes back by the root of the way in one update; by all of it, it would carry the noise of all
+            replay=Uniform(
+                batch_size=min(32, max(4, 4_000 // horizon)),  # whole episodes
+                capacity=2_000 * horizon,
+                warmup=envs * horizon,  # one episode of every environment
+                updates_per_step=1 / horizon,  # one update per episode
+            ),
+            unroll=horizon + 1,  # one episode and the first step of the next
+            discount=1.0,  # all episodes have the same length
+            # one update carries a reward back over about sqrt(horizon) steps; over all of them the variance is too high
             trace_decay=max(0.9, 1 - 2 / math.sqrt(horizon)),
-            focus=2.0,  # start and junction are two moves of very many
+            td_weight_exponent=2.0,  # start and junction are two transitions of very many
             tau=0.1,
             epsilon_first=0.0,
             epsilon_last=0.0,
-            novelty=0.4,  # most episodes still reach the junction
+            count_epsilon=0.4,  # most episodes still reach the junction
             head=(64,),
             grad_norm=1.0,
             optimizer=Adam(lr=1e-3),
@@ -166,14 +171,16 @@ def quick_grid(env: VisualMatch | KeyToDoor, horizon: int, memory: str, episodes
     return Experiment(
         env=env,
         algo=SacDiscrete(
+            replay=Uniform(
+                batch_size=32,  # whole episodes
+                capacity=max(300_000, 64 * horizon),
+                warmup=envs * horizon,
+                updates_per_step=min(0.01, 1 / horizon),  # at most one update per episode: long ones cost more
+            ),
             unroll=horizon + 1,
-            batch_size=32,  # whole episodes
-            capacity=max(300_000, 64 * horizon),
-            warmup=envs * horizon,
-            ratio=min(0.01, 1 / horizon),  # at most one update for every episode: long ones cost as much more
             discount=None,  # of as many steps as an episode has
             tau=0.02,
-            focus=1.0,  # few moves of an episode are about what was seen long before
+            td_weight_exponent=1.0,  # few transitions of an episode depend on what was seen long before
             temperature=0.05,
             shared_encoder=True,
             freeze_critic=True,

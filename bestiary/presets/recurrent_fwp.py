@@ -11,6 +11,7 @@ from bestiary.cores import DeltaNet, DeltaRnn, Ff, LinearTransformer, Lstm, Recu
 from bestiary.envs import Atari
 from bestiary.nets.optim import RmsProp
 from bestiary.presets.torchbeast import FRAME_SKIP, polybeast
+from bestiary.replay import Fifo
 from bestiary.runtime.config import Local
 
 # --num_actors 48 --total_steps 200000000 --learning_rate 0.0006 --entropy_cost 0.01 --batch_size 32 --unroll_length 50
@@ -19,9 +20,8 @@ rfwp_ff = replace(
     env=Atari(game="Gopher", life_loss=True),
     algo=replace(
         polybeast.algo,
+        replay=Fifo(batch_size=32, capacity=32),  # trajectories; max_learner_queue_size = batch_size
         unroll=50,  # agent steps
-        batch_size=32,  # trajectories
-        queue=32,  # max_learner_queue_size = batch_size
         entropy_cost=0.01,
         optimizer=RmsProp(lr=6e-4, alpha=0.99, eps=0.01, momentum=0.0),
     ),

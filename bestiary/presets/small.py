@@ -8,13 +8,14 @@ from bestiary.cores import Ff, Lstm
 from bestiary.envs import Atari, Catch, Gym, Recall, Riverraid
 from bestiary.nets import Mlp, Net, Shallow
 from bestiary.nets.optim import Adam, RmsProp
+from bestiary.replay import Fifo, Uniform
 from bestiary.runtime.config import Local
 
 recall = Experiment(
     env=Recall(delay=10, cues=4),  # without memory: 0.25
     algo=Impala(
+        replay=Fifo(batch_size=32),  # trajectories
         unroll=22,  # agent steps: two whole episodes
-        batch_size=32,  # trajectories
         discount=0.99,
         reward_clip="none",
         entropy_cost=0.01,
@@ -34,7 +35,7 @@ recall = Experiment(
 catch = replace(
     recall,
     env=Catch(rows=10, columns=5),
-    algo=replace(recall.algo, unroll=10, batch_size=8, optimizer=Adam(lr=2e-3)),  # many small updates
+    algo=replace(recall.algo, replay=Fifo(batch_size=8), unroll=10, optimizer=Adam(lr=2e-3)),  # many small updates
     core=Ff(),
     net=Net(prev_action=True, prev_reward=True),
     frames=200_000,
@@ -54,11 +55,13 @@ cartpole = replace(
 cartpole_dqn = replace(
     cartpole,
     algo=Dqn(
+        replay=Uniform(
+            batch_size=16,  # sequences
+            capacity=50_000,
+            updates_per_step=0.2,
+            sequence_length=8,  # a sequence may span several episodes
+        ),
         unroll=4,
-        batch_size=16,  # windows
-        window=8,  # moves; they may cross from one episode into the next
-        capacity=50_000,
-        ratio=0.2,
         discount=0.99,
         trace_decay=0.8,
         tau=0.01,
@@ -76,8 +79,8 @@ pong = Experiment(
     env=Atari(game="Pong"),
     # short unrolls and many small updates: with T = 20 nothing was learnt for millions of frames
     algo=Impala(
+        replay=Fifo(batch_size=16),  # trajectories: two updates per unroll
         unroll=5,  # agent steps
-        batch_size=16,  # trajectories: two updates per unroll
         discount=0.99,
         reward_clip="abs_one",
         baseline_cost=1.0,

@@ -8,6 +8,7 @@ from bestiary.cores import Ff
 from bestiary.envs import Atari
 from bestiary.nets import Net, Resnet, Shallow
 from bestiary.nets.optim import RmsProp
+from bestiary.replay import Fifo
 from bestiary.runtime.config import Local
 
 FRAME_SKIP = 4
@@ -16,9 +17,8 @@ FRAME_SKIP = 4
 monobeast = Experiment(
     env=Atari(game="Pong", life_loss=True),
     algo=Impala(
+        replay=Fifo(batch_size=8, capacity=None),  # trajectories; twice the actors, as its num_buffers
         unroll=80,  # agent steps
-        batch_size=8,  # trajectories
-        queue=None,  # trajectories: twice the actors, as its num_buffers
         discount=0.99,
         reward_clip="abs_one",
         baseline_cost=0.5,
@@ -41,8 +41,7 @@ monobeast_45 = replace(
     monobeast,
     algo=replace(
         monobeast.algo,
-        batch_size=4,  # trajectories
-        queue=60,  # num_buffers
+        replay=Fifo(batch_size=4, capacity=60),  # trajectories; num_buffers
         entropy_cost=0.01,
         optimizer=RmsProp(lr=4e-4, alpha=0.99, eps=0.01, momentum=0.0),
     ),
@@ -64,7 +63,8 @@ polybeast = replace(
 # docker run torchbeast: --num_actors 10 --total_steps 200000000 --unroll_length 60 --batch_size 32
 polybeast_docker = replace(
     polybeast,
-    algo=replace(polybeast.algo, unroll=60, batch_size=32, queue=32),  # max_learner_queue_size = batch_size
+    # max_learner_queue_size = batch_size
+    algo=replace(polybeast.algo, replay=Fifo(batch_size=32, capacity=32), unroll=60),
     runtime=Local(envs=10),
     frames=200_000_000 * FRAME_SKIP,
 )

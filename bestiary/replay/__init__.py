@@ -1,4 +1,4 @@
-"""Where experience waits to be learnt from. One file per kind."""
+"""Replays, one file per kind. Each has settings that users see as `algo.replay`, a builder, and the replay itself."""
 
 from bestiary.replay.episodes import Episodes
 from bestiary.replay.fifo import Fifo

@@ -1,4 +1,4 @@
-"""What every replay promises: trajectories in, batches out, at its own ratio."""
+"""The interface of a replay: trajectories in, batches out, at the replay's own rate."""
 
 from math import prod
 from typing import Protocol, Self
@@ -10,14 +10,14 @@ from bestiary.types import Batch, Snapshot, Spec, State, Trajectory, ValueTarget
 
 class Replay(Protocol):
     aligned: bool
-    """whether all streams must be added at once, side by side; else some may be, from any stream on"""
+    """True: `add` needs the trajectories of all environment streams at once; False: any consecutive streams will do"""
 
     def add(self, trajectory: Trajectory, stream: int = 0) -> None:
-        """What was played in the streams from this one on."""
+        """Add a trajectory of consecutive environment streams, the first of which is number `stream`."""
         ...
 
     def sample(self) -> Batch | None:
-        """A batch to learn from; None: too empty, or ahead of its ratio."""
+        """A batch to learn from; None: there is too little data, or no update is due."""
         ...
 
     def update_priorities(self, keys: Tensor, priorities: Tensor) -> None:
@@ -30,36 +30,38 @@ class Replay(Protocol):
 
     @property
     def full(self) -> bool:
-        """Producers should wait: what they add now would only grow old."""
+        """True when actors should pause because learning lags behind collection."""
         ...
 
     @property
     def bytes(self) -> int:
-        """How much of experience it holds."""
+        """Bytes of experience held now."""
         ...
 
     def metrics(self) -> dict[str, float]:
-        """What a log should tell of it."""
+        """Metrics for the log."""
         ...
 
     def state_dict(self) -> Snapshot: ...
-    def load_state_dict(self, state: Snapshot) -> bool | None: ...
+    def load_state_dict(self, state: Snapshot) -> None: ...
 
 
 class ReplayBuilder(Protocol):
+    """A replay's settings together with what the algorithm and the runtime decide: streams, unroll, burn-in, ..."""
+
     def share(self, parts: int, learners: int = 1) -> Self:
-        """What each of so many replays, with its part of the streams, should be; every learner takes a batch."""
+        """The builder of one of `parts` shards, from which every learner takes its batches."""
         ...
 
     def nbytes(self, spec: Spec, unroll: int) -> int:
-        """Bytes it will hold when full, about."""
+        """Approximate bytes of the full replay."""
         ...
 
     def build(self, seed: int, spec: Spec, state: State) -> Replay:
-        """state: memory of one environment. Refuses what does not fit into this machine."""
+        """state: initial recurrent state of one environment. Refuses a replay that does not fit into memory."""
         ...
 
 
-def row_bytes(spec: Spec) -> int:
-    """Of a row: what was seen, two actions, a version, a reward and two flags."""
+def step_bytes(spec: Spec) -> int:
+    """Bytes of a time step: observation, two actions, weight version, reward and two flags."""
     return prod(spec.obs_shape) * spec.obs_dtype.itemsize + 8 + 8 + 8 + 4 + 1 + 1

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bestiary import tree
 from bestiary.ops.commands import Floats
-from bestiary.replay.ring_buffer import room
+from bestiary.replay.ring_buffer import storage_like
 from bestiary.types import TimeStep, Trajectory
 
 Ints = NDArray[np.int64]
@@ -67,7 +67,7 @@ class EpisodeStorage:
         """Append an episode and return where it starts. `compact` makes room for so many time steps."""
         count = len(episode[1])
         if self.arrays is None:
-            self.arrays = tree.map(lambda x: room(INITIAL_STEPS, x[0]), episode)
+            self.arrays = tree.map(lambda x: storage_like(INITIAL_STEPS, x[0]), episode)
         if self.used + count > self.size:
             compact(count)
         at = self.used
@@ -103,7 +103,7 @@ class EpisodeStorage:
 
 def compacted(store: Tensor, kept: Ints, size: int) -> Tensor:
     """The kept entries of an array, with room for `size`."""
-    fresh = room(size, store[0])
+    fresh = storage_like(size, store[0])
     fresh[: len(kept)] = store[torch.from_numpy(kept)]
     return fresh
 

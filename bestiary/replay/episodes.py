@@ -14,7 +14,7 @@ from bestiary.config.machine import check_memory
 from bestiary.config.schema import Count
 from bestiary.errors import UserError
 from bestiary.ops.commands import CommandDistribution, Floats, returns_to_go, subtract_start_baseline, top_episodes
-from bestiary.replay.base import row_bytes
+from bestiary.replay.base import step_bytes
 from bestiary.replay.critic_refresh import CriticLabels, CriticRefresh
 from bestiary.replay.episode_storage import (
     EpisodeStorage,
@@ -25,7 +25,7 @@ from bestiary.replay.episode_storage import (
     sample_episodes,
     to_plain,
 )
-from bestiary.replay.ring_buffer import Drawn, RateLimiter
+from bestiary.replay.rate_limiter import RateLimiter, SampledReplay
 from bestiary.seeding import REPLAY, derive
 from bestiary.types import Batch, Snapshot, Spec, State, Trajectory, ValueTargets
 
@@ -84,7 +84,7 @@ class Episodes:
                 raise UserError(f"algo.replay.{name.replace('_', '-')}={value} must be at least 1")
 
 
-class EpisodeReplay(Drawn):
+class EpisodeReplay(SampledReplay):
     """Episodes are stored once, as they were collected; returns-to-go and horizons are computed when they are sampled.
 
     With a critic, its value targets and advantages are stored with the transitions, and only episodes that have them
@@ -197,7 +197,7 @@ class EpisodeReplay(Drawn):
         refresh = self._sample_for_critic()
         if refresh is not None:
             return refresh
-        rng = self.next_draw()
+        rng = self.next_rng()
         assert rng is not None
         return self._sample_sequences(rng)
 
@@ -219,7 +219,7 @@ class EpisodeReplay(Drawn):
         if episodes is None or first is None:
             return None
         t = self.storage.gather(episodes, first, int((episodes.length - first).max()) + 1)
-        return Batch(t, keys=torch.from_numpy(episodes.number), about={"critic_refresh": torch.ones(())})
+        return Batch(t, keys=torch.from_numpy(episodes.number), info={"critic_refresh": torch.ones(())})
 
     def _sample_ends(self, count: int) -> tuple[EpisodeTable, Ints]:
         """A few episodes, each from a random transition on, so that all transitions are equally likely starts."""
@@ -271,7 +271,7 @@ class EpisodeReplay(Drawn):
         if self.labels is not None and self.labels.cfg.store:
             target, advantage = self.labels.at(episodes.start + np.clip(number, 0, episodes.length))
             aux |= {"value_target": target, "advantage": advantage}
-        return Batch(t._replace(aux=aux), about=self.command_distribution()._asdict())
+        return Batch(t._replace(aux=aux), info=self.command_distribution()._asdict())
 
     def command_distribution(self) -> CommandDistribution:
         """The distribution of commands that the algorithm derives from the episodes held."""
@@ -310,7 +310,7 @@ class EpisodeReplay(Drawn):
         table = self.table
         return self.rate_limiter.metrics() | {
             "replay_episodes": len(table.number),
-            "replay_rows": int((table.length + 1).sum()),
+            "replay_steps": int((table.length + 1).sum()),
             "replay_return": float(table.episode_return.mean()) if len(table.number) else 0.0,
             "replay_length": float(table.length.mean()) if len(table.number) else 0.0,
         }
@@ -341,7 +341,7 @@ class EpisodeReplay(Drawn):
         if state["streams"] == self.builder.streams:  # else the unfinished episodes are lost
             self.unfinished = [[tree.map(torch.clone, from_plain(part)) for part in parts] for parts in state["open"]]
         else:
-            self.rate_limiter.latest = 0
+            self.rate_limiter.last_added = 0
         self._distribution = None
 
 
@@ -365,7 +365,7 @@ class EpisodesBuilder:
 
     def nbytes(self, spec: Spec, unroll: int = 0) -> int:
         limits = (self.cfg.max_transitions, None if spec.horizon is None else self.cfg.capacity * spec.horizon)
-        return min((limit for limit in limits if limit is not None), default=0) * row_bytes(spec)
+        return min((limit for limit in limits if limit is not None), default=0) * step_bytes(spec)
 
     def build(self, seed: int, spec: Spec, state: State) -> EpisodeReplay:
         if self.cfg.start_state_baseline and spec.is_image:

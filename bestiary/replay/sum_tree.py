@@ -1,7 +1,7 @@
-"""Draw in proportion to priority: a tree of sums over the slots of a replay, in compiled code.
+"""A sum tree for sampling in proportion to priority (Schaul et al. 2016), in compiled code.
 
-The tree is wide: the eight children of a node fill one line of the cache, so a search waits for memory seven times in
-a million slots where a tree of pairs would wait twenty times.
+Each node has eight children, which fill one cache line: a search among a million slots waits for memory seven times,
+where a binary tree would wait twenty times.
 """
 
 import numpy as np
@@ -11,16 +11,16 @@ from bestiary.ops.jit import compiler
 
 FANOUT = 8
 LINE = 64  # bytes of a cache line
-ROOT = -1  # has a place in the counting, none in memory
+ROOT = -1  # the root has this index, but no memory
 LARGEST = float(np.finfo(np.float64).max) / 2
 compiled = compiler()
 
-# Nodes lie level after level, the root's children first: those of node p begin at (p + 1) * FANOUT.
+# Nodes are stored level by level, the root's children first: the children of node p begin at (p + 1) * FANOUT.
 
 
 @compiled
 def sum_of_children(nodes, p):
-    # from left to right, as a search adds them up: both meet the same rounded sums
+    # from left to right, as a search adds them up, so that both get the same rounded sums
     total = 0.0
     for child in range((p + 1) * FANOUT, (p + 2) * FANOUT):
         total += nodes[child]
@@ -29,12 +29,12 @@ def sum_of_children(nodes, p):
 
 @compiled
 def write(nodes, first_leaf, capacity, slots, weights):
-    """Set leaves and renew the sums above them. If one is refused nothing is set, and its place in the batch returned.
+    """Set leaves and the sums above them; -1. If a weight is invalid, nothing is set and its index is returned.
 
-    Batches go through the tree level by level, here and in `search`: nodes of one level do not wait for each other.
+    A batch goes through the tree level by level, here and in `search`: nodes of one level do not depend on each other.
     """
     for i in range(len(slots)):
-        # not a number is neither above nor below; and all weights together must stay finite
+        # NaN fails both comparisons; and the sum of all weights must stay finite
         if not (0 <= slots[i] < capacity and 0.0 <= weights[i] <= LARGEST / capacity):
             return i
     touched = slots + first_leaf
@@ -45,7 +45,7 @@ def write(nodes, first_leaf, capacity, slots, weights):
         kept = 0
         for i in range(count):
             parent = touched[i] // FANOUT - 1
-            if kept and touched[kept - 1] == parent:  # slots that were drawn or added are in order, siblings together
+            if kept and touched[kept - 1] == parent:  # sampled or added slots are sorted
                 continue
             nodes[parent] = sum_of_children(nodes, parent)
             touched[kept] = parent
@@ -64,23 +64,23 @@ def inside(point, weight):
 
 @compiled
 def search(nodes, first_leaf, total, points):
-    """The slots in whose intervals the points lie; never one of weight 0, however sums are rounded.
+    """The slots whose intervals contain the points; never a slot of weight 0, however sums are rounded.
 
-    Of every node on the way 0 <= point < weight, and the weight is to the last bit the last of the ends below. So some
-    child ends behind the point, and the first that does has a weight.
+    At every node on the way 0 <= point < weight, and the weight equals the last of the children's ends bit for bit. So
+    some child ends after the point, and the first that does has a positive weight.
     """
     at = np.full(len(points), ROOT)
-    rest = np.empty(len(points))  # the point, counted from where the node's interval begins
+    rest = np.empty(len(points))  # the point, relative to the start of the node's interval
     for i in range(len(points)):
         rest[i] = inside(points[i], total)
-    ends = np.zeros(1 + FANOUT)  # of the children's intervals, behind the 0 where the first begins
+    ends = np.zeros(1 + FANOUT)  # ends of the children's intervals, after the 0 where the first begins
     while len(at) and at[0] < first_leaf:
         for i in range(len(at)):
             point, first = rest[i], (at[i] + 1) * FANOUT
             for child in range(FANOUT):
                 ends[1 + child] = ends[child] + nodes[first + child]
             passed = 0
-            for child in range(FANOUT):  # to the last: a loop left early is one the processor guesses wrong
+            for child in range(FANOUT):  # without `break`, which branch prediction would often miss
                 passed += ends[1 + child] <= point
             at[i] = first + passed
             rest[i] = inside(point - ends[passed], nodes[first + passed])
@@ -103,10 +103,10 @@ def search_stratified(nodes, first_leaf, total, uniform):
 
 
 class SumTree:
-    """Weights of `capacity` slots, all 0 at first. Threads that share a tree take turns: there is no lock in it.
+    """Weights of `capacity` slots, all 0 at first. It has no lock: threads that share it must take turns.
 
-    Every write adds its sums up anew, so they depend on the weights alone, not on their history: rounding errors never
-    gather, and a tree that is rebuilt from its weights is the same to the last bit.
+    Every write recomputes its sums from the children, so the sums depend on the weights alone: rounding errors never
+    accumulate, and a tree that is rebuilt from its weights is equal bit for bit.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -118,9 +118,9 @@ class SumTree:
             self._first_leaf += width
             width *= FANOUT
         size = self._first_leaf + -(-capacity // FANOUT) * FANOUT
-        room = np.zeros(size + LINE // 8)
-        begin = -room.ctypes.data % LINE // 8  # so that siblings share a line
-        self._nodes = room[begin : begin + size]
+        memory = np.zeros(size + LINE // 8)
+        begin = -memory.ctypes.data % LINE // 8  # so that siblings share a cache line
+        self._nodes = memory[begin : begin + size]
 
     def __len__(self) -> int:
         return self.capacity
@@ -135,7 +135,7 @@ class SumTree:
         return self._nodes[self._first_leaf + slots]
 
     def set(self, slots: NDArray[np.int64], weights: NDArray[np.float64]) -> None:
-        """Of a slot that occurs more than once the last weight counts."""
+        """If a slot occurs more than once, its last weight counts."""
         if len(slots) != len(weights):
             raise ValueError(f"{len(slots)} slots cannot have {len(weights)} weights")
         refused = write(self._nodes, self._first_leaf, self.capacity, slots, weights)
@@ -146,24 +146,24 @@ class SumTree:
             )
 
     def find(self, points: NDArray[np.float64]) -> NDArray[np.int64]:
-        """The slots that hold these points if intervals as long as the weights are laid end to end.
+        """The slots whose intervals contain these points, where slot i's interval has the length of its weight.
 
-        Points before the first interval or after the last are taken for the nearest inside.
+        A point outside of all intervals counts as the nearest point inside.
         """
         return search(self._nodes, self._first_leaf, self._positive_total(), points)
 
-    def draw(self, n: int, rng: np.random.Generator) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Slots and their weights, one from each of n equal parts of the total, in order."""
+    def sample(self, n: int, rng: np.random.Generator) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Stratified sampling: slots and their weights, one from each of n equal parts of the total, in order."""
         return search_stratified(self._nodes, self._first_leaf, self._positive_total(), rng.random(n))
 
     def _positive_total(self) -> float:
         total = self.total
         if total == 0.0:
-            raise ValueError("nothing can be drawn: all weights are 0")
+            raise ValueError("nothing can be sampled: all weights are 0")
         return total
 
     def leaves(self) -> NDArray[np.float64]:
-        """The weights of all slots: what a checkpoint needs."""
+        """The weights of all slots, for a checkpoint."""
         return self._nodes[self._first_leaf : self._first_leaf + self.capacity].copy()
 
     def rebuild(self, leaves: NDArray[np.float64]) -> None:
@@ -171,7 +171,7 @@ class SumTree:
         self.set(np.arange(self.capacity), leaves)
 
     def check_valid(self) -> None:
-        """Every sum is that of its children; what no slot uses is 0."""
+        """Check that every sum is that of its children, and that unused nodes are 0."""
         sums = self._nodes.reshape(-1, FANOUT).sum(1)
         assert np.isfinite(self._nodes).all()
         assert (self._nodes >= 0).all()

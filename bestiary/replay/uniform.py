@@ -1,4 +1,4 @@
-"""Experience kept for long and drawn at random: whole episodes or windows, a fixed number of times per move."""
+"""Uniform replay: whole episodes or sequences, each as likely as any other (Mnih et al. 2015)."""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -8,151 +8,184 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bestiary.config.machine import check_memory
+from bestiary.config.schema import Count
 from bestiary.errors import UserError
-from bestiary.replay.base import row_bytes
-from bestiary.replay.ring_buffer import RateLimiter, Ring, RingReplay, bytes_needed
+from bestiary.replay.base import step_bytes
+from bestiary.replay.rate_limiter import RateLimiter
+from bestiary.replay.ring_buffer import RingBuffer, RingReplay, storage_bytes
 from bestiary.seeding import REPLAY, derive
-from bestiary.types import Batch, Snapshot, Spec, State, Trajectory
+from bestiary.types import Batch, Snapshot, Spec, State, Trajectory, within_episode
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Uniform sampling of whole episodes or sequences from the most recent transitions."""
+
+    batch_size: int = 64
+    """episodes or sequences per update"""
+    capacity: Count = 1_000_000
+    """replay capacity in transitions, over all environments"""
+    warmup: Count = 1_000
+    """transitions collected before the first update"""
+    updates_per_step: float = 0.25
+    """gradient updates per environment step (Mnih et al. 2015: 1/4)"""
+    sequence_length: int | None = None
+    """transitions per sequence, burn-in included; None: whole episodes"""
+    stored_state: bool = False
+    """stored state: a sequence begins with the recurrent state that the actor had there, else with the initial one"""
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise UserError(f"algo.replay.batch-size={self.batch_size} must be at least 1")
+        if self.sequence_length is not None and self.sequence_length < 1:
+            raise UserError(
+                f"algo.replay.sequence-length={self.sequence_length} must be at least 1 transition, "
+                "or None for whole episodes"
+            )
+        if self.updates_per_step <= 0:
+            raise UserError(f"algo.replay.updates-per-step={self.updates_per_step} must be positive")
+        if self.warmup < 0:
+            raise UserError(f"algo.replay.warmup={self.warmup} must be at least 0")
+        if self.stored_state and self.sequence_length is None:
+            raise UserError(
+                "algo.replay.stored-state needs algo.replay.sequence-length: "
+                "whole episodes begin with the initial recurrent state anyway"
+            )
+        self._check_capacity(self.batch_size * (self.sequence_length or 1))
+
+    def _check_capacity(self, needed: int) -> None:
+        if self.capacity < needed:
+            raise UserError(
+                f"algo.replay.capacity={self.capacity} is too small for one batch: it needs {needed} transitions"
+            )
+
+    def check_fits(self, spec: Spec) -> None:
+        """Refuse what can never be sampled, where the longest episode is known."""
+        if spec.horizon is None:
+            return
+        if self.sequence_length is not None and self.sequence_length > spec.horizon:
+            raise UserError(
+                f"algo.replay.sequence-length={self.sequence_length} is longer than any episode of {spec.name} "
+                f"({spec.horizon} steps): use None for whole episodes"
+            )
+        self._check_capacity(self.batch_size * (self.sequence_length or spec.horizon))
 
 
 class UniformReplay(RingReplay):
-    """Draws from a ring of rows: any finished episode, or any window, is as likely as any other."""
+    """Samples from a ring buffer: any finished episode, or any sequence, is as likely as any other."""
 
-    def __init__(self, cfg: "Uniform", seed: int) -> None:
-        self.cfg = cfg
+    def __init__(self, cfg: Uniform, streams: int, seed: int) -> None:
+        self.cfg, self.streams = cfg, streams
         self.seed = derive(seed, REPLAY)
-        self.ring = Ring(cfg.streams, cfg.capacity, cfg.stored_state)
-        self.rate_limiter = RateLimiter(cfg.ratio, cfg.warmup)
-        self.opened = np.full(cfg.streams, -1)  # the row where each stream's episode began; -1: before what is kept
-        # finished episodes in order of their ends: stream, first row, number of rows
+        self.ring = RingBuffer(streams, cfg.capacity, cfg.stored_state)
+        self.rate_limiter = RateLimiter(cfg.updates_per_step, cfg.warmup)
+        self.episode_start = np.full(streams, -1)  # step at which each stream's episode began; -1: unknown
+        # finished episodes in order of their ends: stream, first step, number of steps
         self.episodes = np.zeros((0, 3), np.int64)
 
-    # -- in ------------------------------------------------------------------------------------------
+    # -- add ---------------------------------------------------------------------------------------------------------
 
     def add(self, trajectory: Trajectory, stream: int = 0) -> None:
         unroll = len(trajectory.action) - 1
-        if self.ring.rows is None and self.cfg.window is not None:
-            whole = -(-self.cfg.window // unroll) * unroll  # trajectories that a window spans
-            self.ring.check_room(window=whole if self.cfg.stored_state else self.cfg.window)
+        length = self.cfg.sequence_length
+        if self.ring.storage is None and length is not None:
+            whole = -(-length // unroll) * unroll  # trajectories that a sequence spans
+            self.ring.check_fits(**{"replay.sequence_length": whole if self.cfg.stored_state else length})
         start = self.ring.add(trajectory)
-        is_first = trajectory.step.is_first.cpu().numpy()
-        # usually it goes on from the row before; after an interruption other episodes begin here
-        self.opened = np.where(is_first[0], start, self.opened)
-        fresh = is_first[1:]
-        self._close_episodes(start, fresh)
-        self.rate_limiter.add(int((~fresh).sum()))
+        is_first = trajectory.step.is_first.cpu()
+        # usually the episode goes on from the step before; after an interruption another one begins here
+        self.episode_start = np.where(is_first[0].numpy(), start, self.episode_start)
+        valid = within_episode(is_first).numpy()
+        self._close_episodes(start, ~valid)
+        self.rate_limiter.add(int(valid.sum()))
 
-    def _close_episodes(self, start: int, fresh: NDArray[np.bool_]) -> None:
+    def _close_episodes(self, start: int, boundary: NDArray[np.bool_]) -> None:
         ended = []
-        for row, stream in np.argwhere(fresh):
-            first, after = self.opened[stream], start + 1 + row
+        for t, stream in np.argwhere(boundary):
+            first, next_first = self.episode_start[stream], start + 1 + t
             if first >= 0:
-                ended.append((stream, first, after - first))
-            self.opened[stream] = after
+                ended.append((stream, first, next_first - first))
+            self.episode_start[stream] = next_first
         oldest = self.ring.oldest
-        alive = self.episodes[self.episodes[:, 1] >= oldest]
+        kept = self.episodes[self.episodes[:, 1] >= oldest]
         new = np.array(ended, np.int64).reshape(-1, 3)
-        self.episodes = np.concatenate([alive, new[(new[:, 1] >= oldest) & (new[:, 2] > 1)]])
+        self.episodes = np.concatenate([kept, new[(new[:, 1] >= oldest) & (new[:, 2] > 1)]])
 
-    # -- out -----------------------------------------------------------------------------------------
+    # -- sample ------------------------------------------------------------------------------------------------------
 
-    def _starts(self, window: int) -> range:
-        """Rows a window can begin with: any; with stored memory, those where a trajectory began."""
+    def _starts(self, length: int) -> range:
+        """Steps at which a sequence may begin: any; with stored state, those at which a trajectory began."""
         step = self.ring.unroll if self.cfg.stored_state and self.ring.unroll else 1
-        return range(-(-self.ring.oldest // step) * step, self.ring.newest - window + 1, step)
+        return range(-(-self.ring.oldest // step) * step, self.ring.newest - length + 1, step)
 
     def is_empty(self) -> bool:
-        """Nothing to draw from: no episode has ended yet, or no window is long enough."""
-        return not (len(self.episodes) if self.cfg.window is None else self._starts(self.cfg.window))
+        """True when no episode has ended yet, or there are fewer steps than a sequence has."""
+        return not (len(self.episodes) if self.cfg.sequence_length is None else self._starts(self.cfg.sequence_length))
 
     def sample(self) -> Batch | None:
-        rng = self.next_draw()
+        rng = self.next_rng()
         if rng is None:
             return None
-        return self._whole(rng) if self.cfg.window is None else self._windows(rng, self.cfg.window)
+        length = self.cfg.sequence_length
+        return self._sample_episodes(rng) if length is None else self._sample_sequences(rng, length)
 
-    def _whole(self, rng: np.random.Generator) -> Batch:
+    def _sample_episodes(self, rng: np.random.Generator) -> Batch:
         stream, first, length = self.episodes[rng.integers(len(self.episodes), size=self.cfg.batch_size)].T
-        row = np.arange(length.max())[:, None]
-        # an episode that is over goes on as its first row: a run of one-row episodes, from which nothing is learnt
-        return Batch(self.ring.gather(first + np.where(row < length, row, 0), stream))
+        t = np.arange(length.max())[:, None]
+        # shorter episodes are padded with their first step: a run of one-step episodes, which carry no loss
+        return Batch(self.ring.gather(first + np.where(t < length, t, 0), stream))
 
-    def _windows(self, rng: np.random.Generator, window: int) -> Batch:
-        """Any rows in a row, episodes' borders included."""
-        starts = self._starts(window)
-        stream = rng.integers(self.cfg.streams, size=self.cfg.batch_size)
+    def _sample_sequences(self, rng: np.random.Generator, length: int) -> Batch:
+        """Consecutive steps, which may span several episodes."""
+        starts = self._starts(length)
+        stream = rng.integers(self.streams, size=self.cfg.batch_size)
         first = starts.start + rng.integers(len(starts), size=self.cfg.batch_size) * starts.step
-        t = self.ring.gather(first + np.arange(window + 1)[:, None], stream)
+        t = self.ring.gather(first + np.arange(length + 1)[:, None], stream)
         return Batch(t._replace(state=self.ring.state_at(first, stream)))
 
     def update_priorities(self, keys: Tensor, priorities: Tensor) -> None:
         raise AssertionError("a uniform replay has no priorities")
 
-    # -- checkpoints ---------------------------------------------------------------------------------
+    # -- checkpoints -------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> Snapshot:
-        return super().state_dict() | {"opened": self.opened.tolist(), "episodes": self.episodes.tolist()}
+    def state_dict(self) -> Snapshot:  # keys as in checkpoints of 0.1
+        return super().state_dict() | {"opened": self.episode_start.tolist(), "episodes": self.episodes.tolist()}
 
-    def load_state_dict(self, state: Snapshot) -> bool:
-        fits = super().load_state_dict({"streams": len(state["opened"]), **state})
-        if fits:
-            self.opened = np.array(state["opened"], np.int64)
+    def load_state_dict(self, state: Snapshot) -> None:
+        if self.load_ring({"streams": len(state["opened"]), **state}):
+            self.episode_start = np.array(state["opened"], np.int64)
             self.episodes = np.array(state["episodes"], np.int64).reshape(-1, 3)
-        return fits
 
 
 @dataclass(frozen=True)
-class Uniform:
-    """Random rows of the recent past, drawn as often as the ratio says."""
-
+class UniformBuilder:
+    cfg: Uniform
     streams: int
-    """environments played at once"""
-    batch_size: int
-    capacity: int
-    """moves kept"""
-    window: int | None
-    """moves per sample; None: whole episodes"""
-    ratio: float
-    """updates per move"""
-    warmup: int
-    """moves before the first update"""
-    stored_state: bool = False
-    """windows begin with the memory the actor had there; else with an empty one"""
-    unroll: int = 1
-    """moves of a trajectory: how often memory is kept"""
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise UserError(f"algo.batch-size={self.batch_size} must be at least 1")
-        if self.window is not None and self.window < 1:
-            raise UserError(f"algo.window={self.window} must be at least 1 move, or None for whole episodes")
-        if self.ratio <= 0:
-            raise UserError(f"algo.ratio={self.ratio} must be positive")
-        if self.warmup < 0:
-            raise UserError(f"algo.warmup={self.warmup} must be at least 0")
-        if self.stored_state and self.window is None:
-            raise UserError("algo.stored-state needs windows: whole episodes begin with an empty memory anyway")
-        needed = self.batch_size * (self.window or 1)
-        if self.capacity < needed:
-            raise UserError(f"algo.capacity={self.capacity} is too small for one batch: it needs {needed} moves")
+    unroll: int  # recurrent state is stored once per unroll
 
     def share(self, parts: int, learners: int = 1) -> Self:
-        kept = {"capacity": self.capacity // parts, "warmup": self.warmup // parts}
-        return replace(self, **kept, ratio=self.ratio * learners)
+        cfg = replace(
+            self.cfg,
+            capacity=self.cfg.capacity // parts,
+            warmup=self.cfg.warmup // parts,
+            updates_per_step=self.cfg.updates_per_step * learners,
+        )
+        return replace(self, cfg=cfg)
 
     def nbytes(self, spec: Spec, unroll: int) -> int:
-        return self.capacity * row_bytes(spec)
+        return self.cfg.capacity * step_bytes(spec)
 
     def build(self, seed: int, spec: Spec | None = None, state: State = ()) -> UniformReplay:
-        replay = UniformReplay(self, seed)
+        cfg = self.cfg
+        replay = UniformReplay(cfg, self.streams, seed)
         horizon, slots = None if spec is None else spec.horizon, replay.ring.slots
-        if self.window is None and horizon is not None and horizon >= slots:
+        if cfg.sequence_length is None and horizon is not None and horizon >= slots:
             raise UserError(
-                f"algo.capacity={self.capacity} holds {slots - 1} moves for each of {self.streams} "
+                f"algo.replay.capacity={cfg.capacity} holds {slots - 1} transitions for each of {self.streams} "
                 f"environments, but an episode can have {horizon}: raise it to {horizon * self.streams}, "
-                "or set --algo.window"
+                "or set --algo.replay.sequence-length"
             )
         if spec is not None:
-            kept = state if self.stored_state else ()
-            check_memory(bytes_needed(self.capacity, spec, 0, kept, self.unroll), self.capacity)
+            stored = state if cfg.stored_state else ()
+            check_memory(storage_bytes(cfg.capacity, spec, 0, stored, self.unroll), cfg.capacity)
         return replay

@@ -2,13 +2,12 @@
 
 from dataclasses import replace
 
-from bestiary.algos import R2d2
-from bestiary.algos.off_policy import OffPolicy
-from bestiary.algos.return_conditioned import ReturnConditioned
+from bestiary.algos import Apex, Dqn, R2d2, SacDiscrete
 from bestiary.config.experiment import Experiment, family
 from bestiary.envs import Recall
 from bestiary.presets import preset
 from bestiary.runtime import Local
+from helpers.settings import configure
 
 NARROW = {"hidden": 16, "width": 16, "heads": 2, "layers": 1, "feedforward": 16, "window": 6}
 
@@ -16,17 +15,19 @@ NARROW = {"hidden": 16, "width": 16, "heads": 2, "layers": 1, "feedforward": 16,
 def experiment(algo: str, core: str) -> Experiment:
     base = preset("recall")
     chosen = base.algo if isinstance(base.algo, family("algo")[algo]) else family("algo")[algo]()
-    often = {"warmup": 100, "ratio": 0.02} if isinstance(chosen, OffPolicy) else {}  # about an update per round
-    sized = {"batch_size": 8}
-    if isinstance(chosen, ReturnConditioned):
-        sized = {"replay": replace(chosen.replay, batch_size=8)}
-    short = {"window": 12, "burn_in": 4, "warmup": 300} if isinstance(chosen, R2d2) else {}
+    # off-policy algorithms make about an update per round
+    if isinstance(chosen, R2d2):
+        changes = {"warmup": 300, "updates_per_step": 0.02, "sequence_length": 12, "burn_in": 4}
+    elif isinstance(chosen, Dqn | SacDiscrete | Apex):
+        changes = {"warmup": 100, "updates_per_step": 0.02}
+    else:
+        changes = {}
     cls = family("core")[core]
     memory = cls(**{name: value for name, value in NARROW.items() if name in cls.__dataclass_fields__})
     return replace(
         base,
         env=Recall(delay=4),
-        algo=replace(chosen, unroll=8, **(sized | often | short)),
+        algo=configure(chosen, unroll=8, batch_size=8, **changes),
         core=memory,
         runtime=Local(envs=8, threads=1),
     )

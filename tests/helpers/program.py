@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SMALL = ["--runtime.envs", "4", "--algo.batch-size", "4", "--runtime.threads", "1", "--plain"]
+SMALL = ["--runtime.envs", "4", "--algo.replay.batch-size", "4", "--runtime.threads", "1", "--plain"]
 
 
 def bestiary(*args: object, cwd: Path | None = None, timeout: float = 120) -> subprocess.CompletedProcess[str]:

@@ -15,13 +15,14 @@ from bestiary.runtime import Local
 from bestiary.training.display import NullDisplay
 from bestiary.training.run import Run
 from bestiary.training.session import Session
+from helpers.settings import configure
 
 
 def tiny(env=None, **changes) -> Experiment:
     base = replace(
         preset("recall"),
         env=env or Recall(delay=3),
-        algo=replace(preset("recall").algo, unroll=7, batch_size=4),
+        algo=configure(preset("recall").algo, unroll=7, batch_size=4),
         core=Lstm(hidden=8),
         runtime=Local(envs=6, threads=1),
         frames=3_000,

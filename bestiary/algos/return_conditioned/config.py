@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from bestiary.algos.base import Agent
-from bestiary.algos.exploration import Explorer, Fixed
+from bestiary.algos.exploration import Explorer, FixedExploration
 from bestiary.algos.return_conditioned.agent import ReturnConditionedAgent
 from bestiary.algos.return_conditioned.learner import ReturnConditionedLearner
 from bestiary.config.schema import Count, Counts, Numbers
@@ -224,7 +224,7 @@ class ReturnConditioned:
         )
 
     def explorer(self, num_envs: int) -> Explorer:
-        return Fixed(torch.ones(num_envs))
+        return FixedExploration(torch.ones(num_envs))
 
     def agent(self, spec: Spec, net: Net, core: CoreConfig) -> ReturnConditionedAgent:
         if self.normalise and spec.is_image:

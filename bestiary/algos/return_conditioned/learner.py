@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bestiary.algos.base import apply_gradient
-from bestiary.algos.off_policy import burn_in_state, split
+from bestiary.algos.burn_in import burn_in_state, split_burn_in
 from bestiary.algos.return_conditioned.agent import ReturnConditionedAgent
 from bestiary.algos.return_conditioned.critic import Critic, value_targets
 from bestiary.config.compat import lerp_all
@@ -91,7 +91,7 @@ class ReturnConditionedLearner:
         """A gradient step of a separate critic towards the targets that the replay has stored."""
         assert self.critic is not None and self.critic_optimizer is not None
         cfg = self.cfg
-        past, now = split(t, cfg.burn_in)
+        past, now = split_burn_in(t, cfg.burn_in)
         state = burn_in_state(self.critic.torso, self.online.normalise(past), t.state)
         value = self.critic(self.online.normalise(now.step), state)
         squares = (value - t.aux["value_target"])[valid].square()
@@ -141,7 +141,7 @@ class ReturnConditionedLearner:
         if batch.is_critic_refresh:
             return self.refresh_critic(t)
         self.lr_schedule.at(self.updates)
-        past, now = split(t._replace(aux={}), cfg.burn_in)
+        past, now = split_burn_in(t._replace(aux={}), cfg.burn_in)
         valid = t.aux["valid"]
         self._update_obs_stats(now.step.obs[valid])
         label = self.label(t)
@@ -162,7 +162,7 @@ class ReturnConditionedLearner:
         norm = apply_gradient(loss, self.trained_parameters, self.optimizer, cfg.grad_norm, update, self.collective)
         critic_metrics = {} if self.critic_optimizer is None else self.update_critic(t, valid)
         self.updates += 1
-        self._update_agent(batch.about, label[valid][:, 0])
+        self._update_agent(batch.info, label[valid][:, 0])
         with torch.no_grad():
             fraction = self.collective.fraction
             metrics = {

@@ -4,7 +4,7 @@ from collections import deque
 
 import torch
 
-from bestiary.replay.fifo import join
+from bestiary.replay.fifo import concatenate_streams
 from bestiary.types import Trajectory
 
 MAX_QUEUED = 2  # trajectories of one actor that may wait for the slowest actor of its shard
@@ -44,7 +44,7 @@ class StreamAligner:
         for queue in self.queues:
             if queue:
                 queue.popleft()
-        return join([padding_like(example) if head is None else head for head in heads])
+        return concatenate_streams([padding_like(example) if head is None else head for head in heads])
 
     def ahead(self) -> list[int]:
         """Indices of the actors that should pause until the others have caught up."""

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from bestiary.config.experiment import Experiment
 from bestiary.errors import UserError
-from bestiary.replay.base import row_bytes
+from bestiary.replay.base import step_bytes
 from bestiary.runtime import Ray
 from bestiary.runtime.ray.cluster import RayNode
 from bestiary.types import Spec
@@ -30,7 +30,7 @@ def memory_needs(experiment: Experiment, spec: Spec, weights: int) -> MemoryNeed
     """The needs of an experiment whose network has so many bytes of weights."""
     runtime, unroll = experiment.runtime, experiment.algo.unroll
     replay = experiment.algo.replay_builder(runtime.streams).share(*runtime.shards_and_learners)
-    step = row_bytes(spec) + 4 * spec.num_actions
+    step = step_bytes(spec) + 4 * spec.num_actions
     return MemoryNeeds(step * (unroll + 1) * runtime.envs, weights, replay.nbytes(spec, unroll))
 
 

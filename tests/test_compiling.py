@@ -1,4 +1,4 @@
-"""Machine code is kept between processes, and never outlives the code it was made from."""
+"""Cached machine code is reused by later processes and recompiled when any source it depends on changes."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ CALLS = HEAD + "from bestiary.called import called\n\n@compiler()\ndef calls(x):
 ASK = "from bestiary.calls import calls; print(calls(1), len(calls.stats.cache_hits))"
 
 
-def test_a_change_in_what_is_called_reaches_who_calls(tmp_path):
+def test_a_changed_callee_invalidates_the_cached_caller(tmp_path):
     package = tmp_path / "bestiary"
     for name in ("ops/jit.py", "config/compat.py"):
         (package / name).parent.mkdir(parents=True, exist_ok=True)
@@ -26,5 +26,5 @@ def test_a_change_in_what_is_called_reaches_who_calls(tmp_path):
         return done.stdout.strip()
 
     assert answer(1) == "2 0"  # compiled
-    assert answer(1) == "2 1"  # kept
-    assert answer(77) == "78 0"  # made anew; another length, or Python itself would not notice within a second
+    assert answer(1) == "2 1"  # from the cache
+    assert answer(77) == "78 0"  # recompiled; another length, since Python compares times in seconds

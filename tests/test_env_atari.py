@@ -1,4 +1,4 @@
-"""Atari: names, raw scores, single frames, lives, time limits, and the knobs of the literature."""
+"""Atari: names of games, raw scores, single frames, lives, time limits, and the settings of the literature."""
 
 import json
 from contextlib import closing
@@ -24,10 +24,10 @@ def make(env: Atari, num_envs: int = 1, seed: int = 0) -> EnvBatch:
     return env.make(num_envs, seed, TRAIN, 1)
 
 
-def played(env: Atari, rows: int, num_envs: int = 1, seed: int = 0) -> Rollout:
-    """Random play; equal arguments mean equal actions."""
+def rollout_of(env: Atari, steps: int, num_envs: int = 1, seed: int = 0) -> Rollout:
+    """A rollout of a random policy; equal arguments mean equal actions."""
     with closing(make(env, num_envs, seed)) as env_batch:
-        return roll_out(env_batch, random_actions(env_batch.spec.num_actions, rows, num_envs, seed))
+        return roll_out(env_batch, random_actions(env_batch.spec.num_actions, steps, num_envs, seed))
 
 
 # -- names ------------------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def test_a_misspelt_game_is_refused_with_the_nearest_names(typed: str, meant: st
     assert "\n" not in str(refusal.value)
 
 
-def test_a_name_like_no_game_is_refused_with_the_way_to_the_list():
+def test_an_unknown_game_is_refused_with_a_hint_at_the_list():
     with pytest.raises(ValueError, match="no Atari game 'xyzzyxyzzy': see `bestiary list games`"):
         make(Atari("xyzzyxyzzy"))
 
@@ -87,41 +87,41 @@ def test_impossible_numbers_are_refused(wrong: dict):
         Atari(**wrong)
 
 
-# -- what is seen and earned ------------------------------------------------------------------------------------
+# -- observations and rewards -----------------------------------------------------------------------------------
 
 
 def test_scores_are_raw():
-    rollout = played(Atari("MsPacman"), 150)
+    rollout = rollout_of(Atari("MsPacman"), 150)
     assert rollout.steps.reward.max() == 10  # a dot of the maze; a clipped reward would be 1
 
 
 @pytest.fixture(scope="module")
 def frames() -> Rollout:
-    return played(Atari("Breakout", noop_max=0), 30, num_envs=2, seed=4)
+    return rollout_of(Atari("Breakout", noop_max=0), 30, num_envs=2, seed=4)
 
 
-def test_a_row_shows_a_single_frame(frames: Rollout):
-    """The newest frame of a stack of four, as the same emulator gives it to those who ask for a stack."""
+def test_an_observation_is_a_single_frame(frames: Rollout):
+    """Equals the newest frame of a stack of four from the same emulator."""
     assert frames.spec.obs_shape == (1, 84, 84)
     stacked = AtariVectorEnv("breakout", 2, stack_num=4, noop_max=1, reward_clipping=False, num_threads=1)
     obs, _ = stacked.reset(seed=np.array([derive(4, TRAIN, slot, 0) for slot in range(2)]))
-    for t, row in enumerate(frames.steps.obs):
+    for t, frame in enumerate(frames.steps.obs):
         if t > 0:
             obs, *_ = stacked.step(frames.action[t - 1].numpy())
-        assert row.equal(torch.from_numpy(obs[:, -1:]))
+        assert frame.equal(torch.from_numpy(obs[:, -1:]))
     stacked.close()
 
 
-def test_pictures_have_things_in_them_that_move(frames: Rollout):
+def test_images_contain_moving_objects(frames: Rollout):
     assert frames.steps.obs.float().std(dim=(2, 3, 4)).min() > 1
     assert not frames.steps.obs[10].equal(frames.steps.obs[11])
 
 
 @pytest.mark.parametrize("skip", [1, 4])
 def test_a_step_is_as_many_frames_as_the_frame_skip(skip: int):
-    rollout = played(Atari("Pong", frame_skip=skip, time_limit_frames=48), 48 // skip + 1)
-    ((row, episode),) = rollout.finished(0)
-    assert row == 48 // skip + 1
+    rollout = rollout_of(Atari("Pong", frame_skip=skip, time_limit_frames=48), 48 // skip + 1)
+    ((step, episode),) = rollout.finished(0)
+    assert step == 48 // skip + 1
     assert (episode.steps, episode.frames) == (48 // skip, 48)
     assert rollout.spec.frames_per_step == skip
 
@@ -131,20 +131,20 @@ def test_a_step_is_as_many_frames_as_the_frame_skip(skip: int):
 
 @pytest.fixture(scope="module")
 def lives() -> Rollout:
-    return played(Atari("Breakout", life_loss=True), 420, num_envs=2)
+    return rollout_of(Atari("Breakout", life_loss=True), 420, num_envs=2)
 
 
 @pytest.fixture(scope="module")
 def games() -> Rollout:
-    return played(Atari("Breakout", life_loss=False), 420, num_envs=2)
+    return rollout_of(Atari("Breakout", life_loss=False), 420, num_envs=2)
 
 
 def spans(rollout: Rollout, slot: int) -> list[tuple[int, int, tuple[float, ...], float]]:
-    """(first row, last row, lives, score) of each whole game of a slot."""
+    """(first step, last step, life returns, score) of each full game of a slot."""
     starts = rollout.steps.is_first[:, slot].nonzero().flatten().tolist()
     reports = rollout.finished(slot)
-    assert [row for row, _ in reports] == starts[1:]
-    return [(a, row - 1, e.life_returns, e.score) for a, (row, e) in zip(starts, reports, strict=False)]
+    assert [step for step, _ in reports] == starts[1:]
+    return [(a, step - 1, e.life_returns, e.score) for a, (step, e) in zip(starts, reports, strict=False)]
 
 
 def test_a_lost_life_is_terminal_but_the_game_goes_on(lives: Rollout):
@@ -177,20 +177,20 @@ def test_without_life_loss_only_the_end_of_the_game_is_terminal(games: Rollout):
 
 def test_life_loss_changes_what_is_terminal_and_nothing_else(lives: Rollout, games: Rollout):
     assert different_fields(lives.steps, games.steps) == ["is_terminal"]
-    assert lives.episodes == games.episodes  # lives are in the books either way
+    assert lives.episodes == games.episodes  # the episode statistics have the lives either way
     assert all(len(e.life_returns) == 5 for ended in games.episodes for e in ended)
 
 
-def test_every_life_in_the_books_is_terminal_in_the_rows():
+def test_every_recorded_life_ends_with_a_terminal_step():
     """Bank Heist counts down to zero with one life still to play, so its counter says 0 long before the end."""
-    rollout = played(Atari("BankHeist"), 700)
+    rollout = rollout_of(Atari("BankHeist"), 700)
     first, last, returns, _ = spans(rollout, 0)[0]
     assert len(returns) == 5
     assert rollout.steps.is_terminal[first : last + 1, 0].sum() == 5
 
 
 def test_a_game_without_lives_is_one_life():
-    rollout = played(Atari("Pong"), 1150)
+    rollout = rollout_of(Atari("Pong"), 1150)
     ((_, episode),) = rollout.finished(0)
     assert episode.life_returns == (episode.score,)
     assert -21 <= episode.score < -10
@@ -203,7 +203,7 @@ def test_a_game_without_lives_is_one_life():
 
 @pytest.fixture(scope="module")
 def single() -> Rollout:
-    return played(Atari("Breakout", one_life=True), 420, num_envs=2)
+    return rollout_of(Atari("Breakout", one_life=True), 420, num_envs=2)
 
 
 def test_a_game_of_one_life_ends_with_it_and_the_next_has_all_lives_again(single: Rollout):
@@ -227,23 +227,23 @@ def test_the_one_life_is_the_first_of_the_whole_game(single: Rollout, lives: Rol
         assert single.finished(slot)[0][1].score == spans(lives, slot)[0][2][0]
 
 
-def test_with_one_life_it_does_not_matter_whether_a_lost_life_is_an_end_for_the_learner(single: Rollout):
-    either = played(Atari("Breakout", one_life=True, life_loss=False), 420, num_envs=2)
+def test_with_one_life_the_life_loss_setting_makes_no_difference(single: Rollout):
+    either = rollout_of(Atari("Breakout", one_life=True, life_loss=False), 420, num_envs=2)
     assert different_fields(either.steps, single.steps) == []
     assert either.episodes == single.episodes
 
 
 def test_a_game_without_lives_is_the_same_with_one():
-    whole, one = (played(Atari("Pong", one_life=x, time_limit_frames=120), 80) for x in (False, True))
+    whole, one = (rollout_of(Atari("Pong", one_life=x, time_limit_frames=120), 80) for x in (False, True))
     assert different_fields(whole.steps, one.steps) == []
 
 
 @pytest.mark.parametrize("sticky", [0.0, 0.25])
 def test_games_of_one_life_continue_exactly_wherever_they_were_saved(sticky: float, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("bestiary.envs.atari.GAMES_PER_SEED", 2)  # so that a new seed is seen as well
+    monkeypatch.setattr("bestiary.envs.atari.GAMES_PER_SEED", 2)  # so that a new seed occurs as well
     env = Atari("Breakout", one_life=True, sticky=sticky)
-    rollout = played(env, 130, num_envs=2)
-    at = spans(rollout, 0)[1][1]  # the row that ends the second game
+    rollout = rollout_of(env, 130, num_envs=2)
+    at = spans(rollout, 0)[1][1]  # the last step of the second game
     for t in (at - 1, at, at + 1):
         with closing(make(env, 2)) as env_batch:
             env_batch.load_state_dict(rollout.saved[t])
@@ -252,21 +252,21 @@ def test_games_of_one_life_continue_exactly_wherever_they_were_saved(sticky: flo
         assert rest.episodes == rollout.episodes[t + 1 : t + 41]
 
 
-def test_a_life_lost_as_time_runs_out_is_an_end_and_no_cut(single: Rollout):
+def test_a_life_lost_at_the_time_limit_is_terminal_and_not_truncated(single: Rollout):
     last = spans(single, 0)[0][1]
-    cut = played(Atari("Breakout", one_life=True, time_limit_frames=4 * last), 200, num_envs=2)
-    row, episode = cut.finished(0)[0]
-    assert (row, episode.steps, episode.truncated) == (last + 1, last, False)
+    cut = rollout_of(Atari("Breakout", one_life=True, time_limit_frames=4 * last), 200, num_envs=2)
+    step, episode = cut.finished(0)[0]
+    assert (step, episode.steps, episode.truncated) == (last + 1, last, False)
     assert cut.steps.is_terminal[last, 0]
-    assert cut.steps.obs[last + 1, 0].equal(single.steps.obs[last + 1, 0])  # the next game, and not the one after it
+    assert cut.steps.obs[last + 1, 0].equal(single.steps.obs[last + 1, 0])  # the next game, not the one after it
 
 
 # -- time limits ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("life_loss", [True, False])
-def test_a_time_limit_cuts_a_game_without_ending_it(life_loss: bool):
-    rollout = played(Atari("Pong", time_limit_frames=60, life_loss=life_loss), 35, num_envs=2)
+def test_a_time_limit_truncates_a_game_and_is_not_terminal(life_loss: bool):
+    rollout = rollout_of(Atari("Pong", time_limit_frames=60, life_loss=life_loss), 35, num_envs=2)
     assert not rollout.steps.is_terminal.any()
     assert rollout.steps.is_first.all(1).nonzero().flatten().tolist() == [0, 16, 32]
     reported = [e for ended in rollout.episodes for e in ended]
@@ -274,32 +274,32 @@ def test_a_time_limit_cuts_a_game_without_ending_it(life_loss: bool):
     assert all(e.truncated and (e.steps, e.frames) == (15, 60) for e in reported)
 
 
-def test_the_shortest_games_allowed_are_still_games():
-    """The next game may idle for nearly as long as this one lasted: it must be seen as a new one all the same."""
+def test_games_of_the_shortest_allowed_time_limit_are_told_apart():
+    """The next game may have nearly as many no-ops as this one has frames: it must still count as a new game."""
     with pytest.raises(ValueError, match="time-limit-frames=38 must be longer than the no-ops"):
         Atari("Pong", time_limit_frames=38)
-    rollout = played(Atari("Pong", time_limit_frames=39), 34)
+    rollout = rollout_of(Atari("Pong", time_limit_frames=39), 34)
     assert rollout.steps.is_first[:, 0].nonzero().flatten().tolist() == [0, 11, 22, 33]
 
 
-# -- knobs ------------------------------------------------------------------------------------------------------
+# -- settings ---------------------------------------------------------------------------------------------------
 
 
-def swapped(env: Atari, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pictures of the same game played by two opposite players: always RIGHT, always LEFT."""
+def opposite_rollouts(env: Atari, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Observations of the same game under two opposite policies: always RIGHT, always LEFT."""
     with closing(make(env)) as env_batch:
-        return tuple(roll_out(env_batch, torch.full((rows, 1), a)).steps.obs for a in (2, 3))  # type: ignore
+        return tuple(roll_out(env_batch, torch.full((steps, 1), a)).steps.obs for a in (2, 3))  # type: ignore
 
 
-def test_sticky_actions_repeat_what_was_done_before():
-    right, left = swapped(Atari("Pong", sticky=0.0), 12)
+def test_sticky_actions_repeat_the_previous_action():
+    right, left = opposite_rollouts(Atari("Pong", sticky=0.0), 12)
     assert not right.equal(left)
-    right, left = swapped(Atari("Pong", sticky=0.9999), 12)  # the idle start goes on whatever one does
+    right, left = opposite_rollouts(Atari("Pong", sticky=0.9999), 12)  # no-op repeats forever
     assert right.equal(left)
 
 
-def test_sticky_actions_are_drawn_from_the_seed():
-    plain, sticky, again = (played(Atari("Pong", sticky=p), 40).steps.obs for p in (0.0, 0.25, 0.25))
+def test_sticky_actions_depend_on_the_seed():
+    plain, sticky, again = (rollout_of(Atari("Pong", sticky=p), 40).steps.obs for p in (0.0, 0.25, 0.25))
     assert not plain.equal(sticky)
     assert sticky.equal(again)
 
@@ -316,25 +316,25 @@ def test_full_actions_are_all_eighteen_with_the_same_meaning():
     assert different_fields(a.steps, b.steps) == ["prev_action"]
 
 
-def idle_frames(env: Atari, num_envs: int) -> list[int]:
-    """The emulator's frame counter when the player is first asked."""
+def no_op_frames(env: Atari, num_envs: int) -> list[int]:
+    """The emulator's frame counter at the first action of each game."""
     with closing(make(env, num_envs)) as env_batch:
         env_batch.reset()
         return env_batch._clock.tolist()
 
 
-def test_games_start_after_a_random_number_of_idle_frames():
-    idle = idle_frames(Atari("Freeway", noop_max=30), 9)
+def test_games_start_after_a_random_number_of_no_ops():
+    idle = no_op_frames(Atari("Freeway", noop_max=30), 9)
     assert 1 <= min(idle) < 10
     assert 20 < max(idle) <= 30
     assert len(set(idle)) >= 6
-    assert set(idle_frames(Atari("Freeway", noop_max=2), 6)) == {1, 2}  # never none, and the maximum is reached
+    assert set(no_op_frames(Atari("Freeway", noop_max=2), 6)) == {1, 2}  # never none, and the maximum is reached
 
 
-def test_games_can_start_at_once():
-    assert idle_frames(Atari("Freeway", noop_max=0), 1) == [0]
-    assert idle_frames(Atari("Breakout", noop_max=0), 1) == [1]  # one frame to press FIRE
-    assert idle_frames(Atari("Breakout", noop_max=0, fire_reset=False), 1) == [0]
+def test_games_can_start_without_no_ops():
+    assert no_op_frames(Atari("Freeway", noop_max=0), 1) == [0]
+    assert no_op_frames(Atari("Breakout", noop_max=0), 1) == [1]  # one frame to press FIRE
+    assert no_op_frames(Atari("Breakout", noop_max=0, fire_reset=False), 1) == [0]
 
 
 def test_fire_reset_serves_the_first_ball():

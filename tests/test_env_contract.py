@@ -1,4 +1,4 @@
-"""What every environment promises, whoever wrote it."""
+"""The contract of environments, tested for every environment of the union."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -18,12 +18,12 @@ from bestiary.seeding import EVAL, TRAIN
 from bestiary.types import Episode
 
 SLOTS, SEED = 2, 3
-AHEAD = 200  # rows that must agree after a restart
+AHEAD = 200  # steps that must agree after a restart
 
 
 class Case(NamedTuple):
     env: Any
-    steps: int = 300  # enough for several episodes, and for AHEAD rows after one of them ended
+    steps: int = 300  # enough for several episodes, and for AHEAD steps after one of them ended
     name: str = ""
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ SMALL = {
         Case(Gym("CartPole-v1"), name="cartpole"),
         Case(Gym("CartPole-v1", processes=True), name="processes"),
         Case(Gym("MountainCar-v0"), steps=450, name="mountaincar"),
-        Case(Gym(IMAGE_ENV), name="picture"),
+        Case(Gym(IMAGE_ENV), name="image"),
     ],
     "lunar-lander": [
         Case(LunarLander(), name="dense"),
@@ -71,7 +71,7 @@ SMALL = {
         Case(Riverraid(stall=20, sticky=0.25, life_loss=False, time_limit_frames=480), steps=330, name="cut-short"),
     ],
 }
-# an environment nobody listed is tested with its own defaults
+# an environment that is not listed here is tested with its own defaults
 CASES = [case for name, cls in family("env").items() for case in SMALL.get(name, [Case(cls())])]
 
 
@@ -86,38 +86,38 @@ def rollout(case: Case) -> Iterator[Rollout]:
         yield roll_out(env_batch, random_actions(env_batch.spec.num_actions, case.steps, SLOTS))
 
 
-def assert_goes_on(env_batch: EnvBatch, rollout: Rollout, at: int, rows: int = AHEAD) -> None:
-    """The world's next rows and reports are those that followed row `at`."""
-    ahead = continue_rollout(env_batch, rollout.action[at : at + rows])
+def assert_continues(env_batch: EnvBatch, rollout: Rollout, at: int, steps: int = AHEAD) -> None:
+    """The next time steps and episodes are those that followed step `at`."""
+    ahead = continue_rollout(env_batch, rollout.action[at : at + steps])
     expected = tree.narrow(rollout.steps, 0, at + 1, len(ahead.action))
-    assert different_fields(ahead.steps, expected) == [], f"after row {at}"
-    assert ahead.episodes == rollout.episodes[at + 1 : at + 1 + rows], f"after row {at}"
+    assert different_fields(ahead.steps, expected) == [], f"after step {at}"
+    assert ahead.episodes == rollout.episodes[at + 1 : at + 1 + steps], f"after step {at}"
 
 
-# -- rows -------------------------------------------------------------------------------------------------------
+# -- time steps ----------------------------------------------------------------------------------------------------
 
 
-def test_rows_look_as_the_spec_says(case: Case, rollout: Rollout):
-    T, rows, spec = case.steps + 1, rollout.steps, rollout.spec
-    assert rows.obs.shape == (T, SLOTS, *spec.obs_shape)
-    assert rows.obs.dtype == spec.obs_dtype
-    assert rows.prev_action.dtype == torch.int64
-    assert rows.reward.dtype == torch.float32
-    assert rows.is_first.dtype == rows.is_terminal.dtype == torch.bool
-    assert all(x.shape == (T, SLOTS) for x in rows[1:])
+def test_time_steps_have_the_shapes_and_dtypes_of_the_spec(case: Case, rollout: Rollout):
+    T, steps, spec = case.steps + 1, rollout.steps, rollout.spec
+    assert steps.obs.shape == (T, SLOTS, *spec.obs_shape)
+    assert steps.obs.dtype == spec.obs_dtype
+    assert steps.prev_action.dtype == torch.int64
+    assert steps.reward.dtype == torch.float32
+    assert steps.is_first.dtype == steps.is_terminal.dtype == torch.bool
+    assert all(x.shape == (T, SLOTS) for x in steps[1:])
     assert all(x[0].is_contiguous() for x in rollout.as_returned)
 
 
-def test_the_story_is_long_enough_to_test_anything(rollout: Rollout):
+def test_the_rollout_is_long_enough_to_test_anything(rollout: Rollout):
     assert all(rollout.finished(slot) for slot in range(SLOTS))
     assert rollout.ends()[0] + AHEAD < len(rollout.action)
 
 
-def test_every_slot_begins_with_a_first_row(rollout: Rollout):
+def test_every_slot_begins_with_a_first_step(rollout: Rollout):
     assert rollout.steps.is_first[0].all()
 
 
-def test_nothing_led_to_a_first_row(rollout: Rollout):
+def test_a_first_step_has_no_previous_action_and_no_reward(rollout: Rollout):
     first = rollout.steps.is_first
     assert (rollout.steps.prev_action[first] == 0).all()
     assert (rollout.steps.reward[first] == 0).all()
@@ -128,7 +128,7 @@ def test_no_episode_ends_where_it_begins(rollout: Rollout):
     assert not (rollout.steps.is_first[:-1] & rollout.steps.is_first[1:]).any()
 
 
-def test_rows_tell_the_action_that_led_to_them(rollout: Rollout):
+def test_time_steps_hold_the_action_that_led_to_them(rollout: Rollout):
     going = ~rollout.steps.is_first[1:]
     assert rollout.steps.prev_action[1:][going].equal(rollout.action[going])
 
@@ -149,47 +149,47 @@ def test_a_new_episode_follows_every_end_and_nothing_else(case: Case, rollout: R
         assert (terminal | cut).equal(begins)
 
 
-def test_rows_told_earlier_do_not_change(rollout: Rollout):
+def test_earlier_time_steps_do_not_change(rollout: Rollout):
     assert different_fields(rollout.as_returned, rollout.steps) == []
 
 
-# -- books ------------------------------------------------------------------------------------------------------
+# -- episode statistics -------------------------------------------------------------------------------------------
 
 
-def slow_books(case: Case, rollout: Rollout, slot: int) -> list[tuple[int, Episode]]:
-    """Read a slot's rows one by one and write down its episodes."""
-    rows, frames = tree.map(lambda x: x[:, slot], rollout.steps), rollout.spec.frames_per_step
+def slow_statistics(case: Case, rollout: Rollout, slot: int) -> list[tuple[int, Episode]]:
+    """The episodes of a slot, computed from its time steps one after the other."""
+    steps, frames = tree.map(lambda x: x[:, slot], rollout.steps), rollout.spec.frames_per_step
     books, score, life, steps, lives = [], 0.0, 0.0, 0, []
-    for t in range(1, len(rows.reward)):
-        if rows.is_first[t]:
-            ended = bool(rows.is_terminal[t - 1])
-            if not (case.life_loss and ended):  # the life in progress when the game ended
+    for t in range(1, len(steps.reward)):
+        if steps.is_first[t]:
+            ended = bool(steps.is_terminal[t - 1])
+            if not (case.life_loss and ended):  # the life in progress at the end of the episode
                 lives.append(life)
             books.append((t, Episode(slot, score, steps, steps * frames, tuple(lives), not ended)))
             score, life, steps, lives = 0.0, 0.0, 0, []
             continue
-        score += rows.reward[t].item()
-        life += rows.reward[t].item()
+        score += steps.reward[t].item()
+        life += steps.reward[t].item()
         steps += 1
-        if case.life_loss and rows.is_terminal[t]:
+        if case.life_loss and steps.is_terminal[t]:
             lives.append(life)
             life = 0.0
     return books
 
 
-def test_the_books_agree_with_the_rows(case: Case, rollout: Rollout):
+def test_episode_statistics_agree_with_the_time_steps(case: Case, rollout: Rollout):
     for slot in range(SLOTS):
-        told, slow = rollout.finished(slot), slow_books(case, rollout, slot)
-        assert len(told) == len(slow) > 0
-        for (row, book), (slow_row, expected) in zip(told, slow, strict=True):
-            assert row == slow_row
-            # what the rows do not tell, or only rounded
-            told_only = {"score": 0, "lives": (), "success": None, "components": {}, "life_components": ()}
-            assert book._replace(**told_only) == expected._replace(**told_only)
-            assert book.score == pytest.approx(expected.score, rel=1e-5)
-            assert sum(book.life_returns) == pytest.approx(book.score)
-            if case.life_loss or len(book.life_returns) == 1:
-                assert book.life_returns == pytest.approx(expected.life_returns, rel=1e-5)
+        recorded, slow = rollout.finished(slot), slow_statistics(case, rollout, slot)
+        assert len(recorded) == len(slow) > 0
+        for (step, episode), (slow_step, expected) in zip(recorded, slow, strict=True):
+            assert step == slow_step
+            # fields that the time steps do not hold, or only rounded
+            not_compared = {"score": 0, "life_returns": (), "success": None, "components": {}, "life_components": ()}
+            assert episode._replace(**not_compared) == expected._replace(**not_compared)
+            assert episode.score == pytest.approx(expected.score, rel=1e-5)
+            assert sum(episode.life_returns) == pytest.approx(episode.score)
+            if case.life_loss or len(episode.life_returns) == 1:
+                assert episode.life_returns == pytest.approx(expected.life_returns, rel=1e-5)
 
 
 # -- seeds ------------------------------------------------------------------------------------------------------
@@ -197,18 +197,20 @@ def test_the_books_agree_with_the_rows(case: Case, rollout: Rollout):
 
 @pytest.fixture(scope="module")
 def opening(rollout: Rollout) -> int:
-    """So many moves are enough to see a second episode begin, or to be sure of a difference."""
+    """Number of steps in which a second episode begins, or in which rollouts surely differ."""
     return min(rollout.ends()[0] + 20, 300)
 
 
-def test_the_same_seed_tells_the_same_story(case: Case, rollout: Rollout, opening: int):
+def test_the_same_seed_gives_the_same_rollout(case: Case, rollout: Rollout, opening: int):
     with closing(case.make()) as env_batch:
         env_batch.reset()
-        assert_goes_on(env_batch, rollout, 0, opening)
+        assert_continues(env_batch, rollout, 0, opening)
 
 
 @pytest.mark.parametrize(("seed", "stream"), [(SEED + 1, TRAIN), (SEED, EVAL)], ids=["seed", "stream"])
-def test_another_seed_or_stream_tells_another_story(case: Case, rollout: Rollout, opening: int, seed: int, stream: int):
+def test_another_seed_or_stream_gives_another_rollout(
+    case: Case, rollout: Rollout, opening: int, seed: int, stream: int
+):
     with closing(case.make(seed=seed, stream=stream)) as env_batch:
         other = roll_out(env_batch, rollout.action[:opening])
     for slot in range(SLOTS):
@@ -217,22 +219,22 @@ def test_another_seed_or_stream_tells_another_story(case: Case, rollout: Rollout
 
 @pytest.fixture(scope="module")
 def monotony(case: Case, opening: int) -> Iterator[Rollout]:
-    """Always the same action: whatever differs comes from the seeds."""
+    """Always the same action: all differences come from the seeds."""
     with closing(case.make()) as env_batch:
         yield roll_out(env_batch, torch.ones(opening + 40, SLOTS, dtype=torch.int64))
 
 
-def test_slots_tell_different_stories(monotony: Rollout):
+def test_slots_have_different_episodes(monotony: Rollout):
     assert not monotony.steps.obs[:, 0].equal(monotony.steps.obs[:, 1])
 
 
-def test_a_slot_tells_different_stories_one_after_the_other(monotony: Rollout):
-    told, length = monotony.steps.obs, 50
+def test_successive_episodes_of_a_slot_differ(monotony: Rollout):
+    obs, length = monotony.steps.obs, 50
     for slot in range(SLOTS):
         starts = monotony.steps.is_first[:, slot].nonzero().flatten().tolist()
-        ends = [*starts[1:], len(told) + 1]  # the last episode is not over, and counts only if long enough
+        ends = [*starts[1:], len(obs) + 1]  # the last episode is not over, and counts only if long enough
         spans = [(a, min(a + length, b)) for a, b in zip(starts, ends, strict=True)]
-        beginnings = [told[a:b, slot].numpy().tobytes() for a, b in spans if b <= len(told)]
+        beginnings = [obs[a:b, slot].numpy().tobytes() for a, b in spans if b <= len(obs)]
         assert len(beginnings) > 1
         assert len(set(beginnings)) > 1
 
@@ -243,39 +245,39 @@ def test_a_slot_does_not_depend_on_the_batch_around_it(case: Case, rollout: Roll
     assert different_fields(alone.steps, tree.map(lambda x: x[: opening + 1, :1], rollout.steps)) == []
 
 
-def test_a_reset_starts_the_same_story_again(case: Case, rollout: Rollout):
+def test_a_reset_repeats_the_same_rollout(case: Case, rollout: Rollout):
     with closing(case.make()) as env_batch, closing(case.make()) as restored:
         env_batch.reset()
         continue_rollout(env_batch, rollout.action[:9])
         env_batch.reset()
-        assert_goes_on(env_batch, rollout, 0, 30)
+        assert_continues(env_batch, rollout, 0, 30)
         restored.load_state_dict(through_a_file(env_batch.state_dict()))
-        assert_goes_on(restored, rollout, 30, 30)
+        assert_continues(restored, rollout, 30, 30)
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------
 
 
 def moments(rollout: Rollout) -> list[int]:
-    """The beginning, on the way, an episode's last row (its reset is pending), the first of the next, a later end."""
+    """Step 0, some step, the last of an episode (its reset is pending), the first of the next, a later end."""
     ends = [t for t in rollout.ends() if t + AHEAD < len(rollout.action)]
     return sorted({0, min(7, ends[0] // 2), ends[0], ends[0] + 1, ends[len(ends) // 2]})
 
 
-def test_a_saved_world_goes_on_as_if_nothing_had_happened(case: Case, rollout: Rollout):
+def test_a_restored_env_batch_continues_exactly(case: Case, rollout: Rollout):
     for at in moments(rollout):
         with closing(case.make()) as env_batch:
             env_batch.load_state_dict(through_a_file(rollout.saved[at]))
-            assert same(env_batch.state_dict(), rollout.saved[at]), f"at row {at}"
-            assert_goes_on(env_batch, rollout, at)
-            assert same(env_batch.state_dict(), rollout.saved[at + AHEAD]), f"after row {at}"
+            assert same(env_batch.state_dict(), rollout.saved[at]), f"at step {at}"
+            assert_continues(env_batch, rollout, at)
+            assert same(env_batch.state_dict(), rollout.saved[at + AHEAD]), f"after step {at}"
 
 
-def test_a_world_goes_on_from_what_it_loaded_last(case: Case, rollout: Rollout):
+def test_an_env_batch_continues_from_the_state_it_loaded_last(case: Case, rollout: Rollout):
     with closing(case.make()) as env_batch:
         for at in (rollout.ends()[0], 0):
             env_batch.load_state_dict(through_a_file(rollout.saved[at]))
-        assert_goes_on(env_batch, rollout, 0, 30)
+        assert_continues(env_batch, rollout, 0, 30)
 
 
 def same(a: Any, b: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Any Gymnasium environment: what is refused, and that the rows are what the single environments say."""
+"""Any Gymnasium environment: unsupported ones are refused; the time steps are those of the single environments."""
 
 import re
 import sys
@@ -17,7 +17,7 @@ from bestiary.seeding import EVAL, TRAIN, derive
 
 
 class Toy(gymnasium.Env):
-    """Whatever spaces a test needs; it breaks when told to."""
+    """An environment with the spaces that a test needs; it raises an error on request."""
 
     def __init__(self, observation: str = "vector", action: str = "two", breaks_at: int = 10**9) -> None:
         self.observation_space = {
@@ -26,7 +26,7 @@ class Toy(gymnasium.Env):
             "discrete": Discrete(5),
             "matrix": Box(-1, 1, (3, 3), np.float32),
             "channels-first": Box(0, 255, (3, 6, 8), np.uint8),
-            "float-picture": Box(0, 1, (6, 8, 1), np.float64),
+            "float-image": Box(0, 1, (6, 8, 1), np.float64),
         }[observation]
         self.action_space = {
             "two": Discrete(2),
@@ -90,8 +90,8 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch):
     ],
     ids=lambda x: x if isinstance(x, str) else "-".join(x.values()) if isinstance(x, dict) else "",
 )
-@pytest.mark.parametrize("processes", [False, True], ids=["here", "processes"])
-def test_what_cannot_be_played_is_refused_in_one_sentence(id: str, kwargs: dict, words: list[str], processes: bool):
+@pytest.mark.parametrize("processes", [False, True], ids=["in-process", "processes"])
+def test_unsupported_environments_are_refused_in_one_sentence(id: str, kwargs: dict, words: list[str], processes: bool):
     with pytest.raises(ValueError, match=re.escape(words[0])) as refusal:
         make(id, processes=processes, **kwargs)
     sentence = str(refusal.value)
@@ -99,11 +99,11 @@ def test_what_cannot_be_played_is_refused_in_one_sentence(id: str, kwargs: dict,
     assert "\n" not in sentence
 
 
-# -- rows -------------------------------------------------------------------------------------------------------
+# -- time steps ----------------------------------------------------------------------------------------------------
 
 
-def to_channels_first(picture: np.ndarray) -> np.ndarray:
-    return np.moveaxis(picture, -1, 0) if picture.ndim == 3 and picture.shape[-1] in (1, 3) else picture
+def to_channels_first(image: np.ndarray) -> np.ndarray:
+    return np.moveaxis(image, -1, 0) if image.ndim == 3 and image.shape[-1] in (1, 3) else image
 
 
 @pytest.mark.parametrize("stream", [TRAIN, EVAL], ids=["train", "eval"])
@@ -114,12 +114,12 @@ def to_channels_first(picture: np.ndarray) -> np.ndarray:
         (IMAGE_ENV, {}),
         ("toys/Toy-v0", {}),
         ("toys/Toy-v0", {"observation": "channels-first"}),
-        ("toys/Toy-v0", {"observation": "float-picture"}),
+        ("toys/Toy-v0", {"observation": "float-image"}),
     ],
-    ids=["cartpole", "picture", "vector", "channels-first", "float-picture"],
+    ids=["cartpole", "image", "vector", "channels-first", "float-image"],
 )
-def test_a_world_tells_what_its_environments_say(id: str, kwargs: dict, stream: int):
-    """Each slot against a plain environment, seeded by its address (seed, stream, slot, episode)."""
+def test_an_env_batch_returns_what_its_environments_return(id: str, kwargs: dict, stream: int):
+    """Each slot against a plain environment, seeded by (seed, stream, slot, episode)."""
     with closing(make(id, 2, stream, **kwargs)) as env_batch:
         rollout = roll_out(env_batch, random_actions(env_batch.spec.num_actions, 60, 2))
     for slot in range(2):
@@ -143,11 +143,11 @@ def test_a_world_tells_what_its_environments_say(id: str, kwargs: dict, stream: 
     [
         ({}, (2,), torch.float32),
         ({"observation": "channels-first"}, (3, 6, 8), torch.uint8),
-        ({"observation": "float-picture"}, (1, 6, 8), torch.float32),
+        ({"observation": "float-image"}, (1, 6, 8), torch.float32),
     ],
-    ids=["vector", "channels-first", "float-picture"],
+    ids=["vector", "channels-first", "float-image"],
 )
-def test_channels_come_first_and_numbers_are_bytes_or_single_floats(kwargs: dict, shape: tuple, dtype: torch.dtype):
+def test_observations_are_channels_first_and_uint8_or_float32(kwargs: dict, shape: tuple, dtype: torch.dtype):
     with closing(make(**kwargs)) as env_batch:
         assert env_batch.spec.obs_shape == shape
         assert env_batch.spec.obs_dtype == env_batch.reset().obs.dtype == dtype
@@ -155,17 +155,17 @@ def test_channels_come_first_and_numbers_are_bytes_or_single_floats(kwargs: dict
         assert env_batch.spec.num_actions == 2
 
 
-def test_channels_last_pictures_become_channels_first():
+def test_channels_last_images_become_channels_first():
     with closing(make(IMAGE_ENV)) as env_batch:
         assert env_batch.spec.obs_shape == (3, 6, 8)
-        picture = env_batch.reset().obs[0]
+        image = env_batch.reset().obs[0]
     env = gymnasium.make(IMAGE_ENV)
     seen, _ = env.reset(seed=derive(0, TRAIN, 0, 0))
-    assert picture.permute(1, 2, 0).equal(torch.from_numpy(seen))
+    assert image.permute(1, 2, 0).equal(torch.from_numpy(seen))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Gymnasium also prints the error of a process
-@pytest.mark.parametrize("processes", [False, True], ids=["here", "processes"])
+@pytest.mark.parametrize("processes", [False, True], ids=["in-process", "processes"])
 def test_an_environment_that_breaks_breaks_the_step_with_its_own_error(processes: bool):
     with closing(make(num_envs=2, processes=processes, breaks_at=3)) as env_batch:
         env_batch.reset()
@@ -175,18 +175,18 @@ def test_an_environment_that_breaks_breaks_the_step_with_its_own_error(processes
             env_batch.step(torch.zeros(2, dtype=torch.int64))
 
 
-def test_a_time_limit_is_not_an_end():
+def test_a_time_limit_is_not_terminal():
     with closing(make("MountainCar-v0", 2)) as env_batch:
         rollout = roll_out(env_batch, torch.ones(405, 2, dtype=torch.int64))  # a car that is not pushed never arrives
     assert not rollout.steps.is_terminal.any()
     assert rollout.steps.is_first.any(1).nonzero().flatten().tolist() == [0, 201, 402]
     for slot in range(2):
-        for row, episode in rollout.finished(slot):
-            assert row in (201, 402)
+        for step, episode in rollout.finished(slot):
+            assert step in (201, 402)
             assert (episode.steps, episode.score, episode.truncated) == (200, -200.0, True)
 
 
-def test_a_true_end_is_not_a_time_limit():
+def test_a_terminal_step_is_not_truncated():
     with closing(make("CartPole-v1", 2)) as env_batch:
         rollout = roll_out(env_batch, torch.ones(100, 2, dtype=torch.int64))  # always to the right: the pole falls
     assert rollout.steps.is_terminal.sum() >= 10
@@ -194,12 +194,12 @@ def test_a_true_end_is_not_a_time_limit():
     assert not any(e.truncated for ended in rollout.episodes for e in ended)
 
 
-def test_processes_tell_the_same_story():
+def test_worker_processes_give_the_same_rollout():
     rollouts = []
     for processes in (False, True):
         with closing(make("CartPole-v1", 3, processes=processes)) as env_batch:
             rollouts.append(roll_out(env_batch, random_actions(2, 80, 3)))
-    here, there = rollouts
-    assert all(a.equal(b) for a, b in zip(here.steps, there.steps, strict=True))
-    assert here.episodes == there.episodes
-    assert here.saved == there.saved
+    in_process, processes = rollouts
+    assert all(a.equal(b) for a, b in zip(in_process.steps, processes.steps, strict=True))
+    assert in_process.episodes == processes.episodes
+    assert in_process.saved == processes.saved

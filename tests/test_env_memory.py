@@ -1,4 +1,4 @@
-"""T-Maze, Visual Match and Key-to-Door: every recorded episode of the originals, and what we promise beyond them."""
+"""T-Maze, Visual Match and Key-to-Door: equal to recorded episodes of the originals, and further properties."""
 
 import json
 from functools import partial
@@ -36,7 +36,7 @@ ENVS = {
 
 
 class Golden:
-    """Recorded episodes of an original: [E, T] moves, and what they led to."""
+    """Recorded episodes of an original environment: actions [E, T] and their results."""
 
     def __init__(self, name: str, data: Path) -> None:
         self.file = np.load(data / f"{name}.npz")
@@ -96,21 +96,21 @@ def test_the_vector_environment_replays_the_original(golden: Golden):
     assert info["_success"].all()
 
 
-def test_a_world_replays_the_original(golden: Golden, monkeypatch: pytest.MonkeyPatch):
+def test_an_env_batch_replays_the_original(golden: Golden, monkeypatch: pytest.MonkeyPatch):
     env_batch = golden.env.make(golden.episodes, 0, TRAIN, 1)
     monkeypatch.setattr(env_batch.env, "reset", partial(env_batch.env.reset, options=golden.options))
-    row = env_batch.reset()
-    assert row.is_first.all()
+    step = env_batch.reset()
+    assert step.is_first.all()
     for t in range(golden.horizon):
-        assert (row.obs.numpy() == golden.obs[:, t]).all()
-        assert row.obs.dtype == env_batch.spec.obs_dtype
-        row, episodes = env_batch.step(torch.from_numpy(golden.actions[:, t]))
+        assert (step.obs.numpy() == golden.obs[:, t]).all()
+        assert step.obs.dtype == env_batch.spec.obs_dtype
+        step, episodes = env_batch.step(torch.from_numpy(golden.actions[:, t]))
         assert episodes == []
-        assert (row.reward.numpy() == golden.reward[:, t].astype(np.float32)).all()
-        assert (row.is_terminal.numpy() == golden.terminated[:, t]).all()
-    assert (row.obs.numpy() == golden.obs[:, -1]).all()
-    row, episodes = env_batch.step(torch.zeros(golden.episodes, dtype=torch.int64))
-    assert row.is_first.all()
+        assert (step.reward.numpy() == golden.reward[:, t].astype(np.float32)).all()
+        assert (step.is_terminal.numpy() == golden.terminated[:, t]).all()
+    assert (step.obs.numpy() == golden.obs[:, -1]).all()
+    step, episodes = env_batch.step(torch.zeros(golden.episodes, dtype=torch.int64))
+    assert step.is_first.all()
     assert [e.success for e in episodes] == golden.success.tolist()
     assert [e.score for e in episodes] == pytest.approx(golden.reward.sum(1).tolist())
     assert {(e.steps, e.truncated) for e in episodes} == {(golden.horizon, False)}
@@ -133,7 +133,7 @@ def test_a_single_environment_replays_the_original(golden: Golden):
 # -- random numbers -----------------------------------------------------------------------------------------------
 
 
-def test_the_compiled_draw_is_the_draw_of_a_batch():
+def test_compiled_random_integers_equal_those_of_the_batch():
     env = RecordedDraws(5)
     for index in range(3):
         for n in (2, 10, 22, 1000):
@@ -149,17 +149,17 @@ class RecordedDraws(TMazeEnv):
 
 
 def hidden_of_many_episodes(env: CompiledEnv, names: list[str]) -> dict[str, np.ndarray]:
-    """[episodes, ...] of each."""
-    drawn: dict[str, list] = {name: [] for name in names}
+    """The sampled variables, each [episodes, ...]."""
+    sampled: dict[str, list] = {name: [] for name in names}
     for episode in range(20):
         env.reset(seed=0) if episode == 0 else env.reset()
         for name in names:
-            drawn[name].append(env.state[name].copy())
-    return {name: np.concatenate(values) for name, values in drawn.items()}
+            sampled[name].append(env.state[name].copy())
+    return {name: np.concatenate(values) for name, values in sampled.items()}
 
 
 def shares(values: np.ndarray) -> list[float]:
-    """How often each value (or row of values) came."""
+    """Relative frequency of each value (or vector of values)."""
     return (np.unique(values, axis=0, return_counts=True)[1] / len(values)).tolist()
 
 
@@ -178,7 +178,7 @@ def test_hidden_variables_are_uniform():
 
 
 @pytest.mark.parametrize("make", [VisualMatchEnv, KeyToDoorEnv])
-def test_ten_of_twenty_two_trees_bear_apples_every_set_equally_likely(make: Any):
+def test_ten_of_22_trees_have_apples_every_set_equally_likely(make: Any):
     cells = hidden_of_many_episodes(make(200), ["apple_cells"])["apple_cells"].astype(int)
     grows = np.zeros((len(cells), *MAY_GROW.shape))
     grows[np.arange(len(cells))[:, None], cells[:, :, 0], cells[:, :, 1]] = 1
@@ -191,7 +191,7 @@ def test_ten_of_twenty_two_trees_bear_apples_every_set_equally_likely(make: Any)
     assert pairs[apart] == pytest.approx(np.full(22 * 21, 10 / 22 * 9 / 21), abs=0.04)
 
 
-def test_evaluation_never_meets_training():
+def test_evaluation_and_training_share_no_episodes():
     streams = [TRAIN, EVAL, *(substream(EVAL, seed, number) for seed in range(5) for number in range(5))]
     keys = []
     for stream in streams:
@@ -202,34 +202,34 @@ def test_evaluation_never_meets_training():
 
 
 @pytest.mark.parametrize("make", ENVS.values(), ids=ENVS)
-def test_a_state_saved_at_any_row_goes_on_exactly(make: Any):
+def test_a_state_saved_at_any_step_continues_exactly(make: Any):
     env, other, rng = make(3), make(3), np.random.default_rng(0)
     actions = rng.integers(0, 4, (180, 3))
     env.reset(seed=5)
-    saved, told = [], []
+    saved, results = [], []
     for action in actions:
         saved.append(json.dumps(env.state_dict()))
-        told.append(env.step(action))
+        results.append(env.step(action))
     for at in (0, 1, 4, 6, 7, 14, 15, 16, 30, 39, 40, 41, 52, 55, 56):  # on the way, and around the ends of phases
         other.load_state_dict(json.loads(saved[at]))
-        for action, expected in zip(actions[at:], told[at:], strict=True):
+        for action, expected in zip(actions[at:], results[at:], strict=True):
             for ours, theirs in zip(other.step(action)[:4], expected[:4], strict=True):
                 assert (ours == theirs).all(), at
         assert other.state_dict() == env.state_dict()
 
 
-def test_the_episode_after_a_forced_one_is_drawn_as_usual():
+def test_the_episode_after_a_forced_one_is_sampled_as_usual():
     forced, usual = TMazeEnv(50, length=1), TMazeEnv(50, length=1)
     first, _ = usual.reset(seed=3)
-    told, _ = forced.reset(seed=3, options={"goal": -first[:, 1].astype(int)})
-    assert (told[:, 1] == -first[:, 1]).all()
+    obs, _ = forced.reset(seed=3, options={"goal": -first[:, 1].astype(int)})
+    assert (obs[:, 1] == -first[:, 1]).all()
     for _ in range(3):
         a, b = forced.step(np.zeros(50, int))[0], usual.step(np.zeros(50, int))[0]
     assert (a == b).all()
     assert set(a[:, 1]) == {-1.0, 1.0}
 
 
-def test_what_is_not_forced_is_drawn():
+def test_hidden_variables_that_are_not_forced_are_sampled():
     env, other = VisualMatchEnv(20), VisualMatchEnv(20)
     env.reset(seed=1, options={"target": np.full(20, 2)})
     other.reset(seed=1)
@@ -242,7 +242,7 @@ def test_what_is_not_forced_is_drawn():
 
 
 def optimal(env: TMazeEnv) -> np.ndarray:
-    """Returns of an agent that looks at the cue, remembers it, and turns."""
+    """Returns of a policy that looks at the cue, remembers it, and turns."""
     obs, _ = env.reset(options={"goal": np.array([1, -1])})
     cue, score, done = obs[:, 1].copy(), np.zeros(2), np.zeros(2, bool)
     active = not cue.any()
@@ -306,11 +306,11 @@ def test_without_the_key_the_door_pays_nothing():
 
 def doors(env_batch: Any) -> list:
     env_batch.reset()
-    told = [unwrap(env_batch).state["door_colours"].tolist()]
+    orders = [unwrap(env_batch).state["door_colours"].tolist()]
     for _ in range(5):
         unwrap(env_batch).reset()
-        told.append(unwrap(env_batch).state["door_colours"].tolist())
-    return [order for episode in told for order in episode]
+        orders.append(unwrap(env_batch).state["door_colours"].tolist())
+    return [order for episode in orders for order in episode]
 
 
 def distinct(orders: list) -> int:
@@ -343,7 +343,7 @@ def test_doors_as_published_differ_between_training_and_evaluation():
 
 def test_fixed_colours_outside_a_run():
     orders = {str(doors_of(VisualMatchEnv(2, colours="upstream"))) for _ in range(40)}
-    assert len(orders) > 2  # by chance, and saved with the state
+    assert len(orders) > 2  # random, and saved with the state
     assert len({str(doors_of(VisualMatchEnv(2, colours="per_run"))) for _ in range(10)}) == 1
     assert len({str(doors_of(VisualMatchEnv(2, colours="per_run", colour_seed=s))) for s in range(20)}) > 3
     env, other = VisualMatchEnv(2, colours="upstream"), VisualMatchEnv(2, colours="upstream")
@@ -366,11 +366,11 @@ def doors_of(env: VisualMatchEnv) -> list:
 )
 def test_the_oracle_sees_the_same_and_the_hidden_variable(make: Any, channels: int):
     plain, oracle, rng = make(16, length=20), make(16, length=20, oracle=True), np.random.default_rng(0)
-    rows = [(plain.reset(seed=0)[0], oracle.reset(seed=0)[0])]
+    pairs = [(plain.reset(seed=0)[0], oracle.reset(seed=0)[0])]
     held = False
     for action in rng.integers(0, 4, (200, 16)):
-        rows.append((plain.step(action)[0], oracle.step(action)[0]))
-        seen, state = rows[-1][1], oracle.state
+        pairs.append((plain.step(action)[0], oracle.step(action)[0]))
+        seen, state = pairs[-1][1], oracle.state
         if make is TMazeEnv:
             assert (seen[:, 2] == state["goal"]).all()
         elif make is VisualMatchEnv:
@@ -380,7 +380,7 @@ def test_the_oracle_sees_the_same_and_the_hidden_variable(make: Any, channels: i
             assert (seen[:, 3] == np.where(state["has_key"], 255, 0)[:, None, None]).all()
             held |= state["has_key"].any()
     assert held or make is not KeyToDoorEnv
-    for few, many in rows:
+    for few, many in pairs:
         assert (few == many[:, :channels]).all()
         assert oracle.observation_space.contains(many)
 
@@ -396,7 +396,7 @@ def test_a_length_below_one_is_refused(cfg: Any, length: int):
 
 
 @pytest.mark.parametrize("name", ["TMazePassive", "TMazeActive", "VisualMatch", "KeyToDoor"])
-def test_gymnasium_names_refuse_it_too(name: str):
+def test_gymnasium_ids_refuse_it_too(name: str):
     with pytest.raises(UserError, match="needs a length of at least 1, not 0"):
         gymnasium.make(f"bestiary/{name}-v0", length=0)
     with pytest.raises(UserError, match="render_mode='human' must be 'rgb_array' or None"):
@@ -433,7 +433,7 @@ APPLE_CELLS = np.argwhere(MAY_GROW)[:10]
         (KeyToDoorEnv, {"start_cell": [[-1, 3], [4, 5]]}, r"start_cell holds the cell \(-1, 3\), which lies outside"),
     ],
 )
-def test_an_episode_that_cannot_be_is_refused(make: Any, options: dict, sentence: str):
+def test_options_of_an_impossible_episode_are_refused(make: Any, options: dict, sentence: str):
     env = make(2)
     env.reset(seed=0)
     before = env.state_dict()
@@ -452,11 +452,11 @@ def test_a_single_environment_takes_options_without_the_batch():
         env.reset(options={"key_cell": (2, 5, 1)})
 
 
-# -- pictures and references --------------------------------------------------------------------------------------
+# -- rendering and reference values -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["TMazePassive", "TMazeActive", "VisualMatch", "KeyToDoor"])
-def test_every_environment_can_be_looked_at(name: str):
+def test_every_environment_can_be_rendered(name: str):
     shape = (120, 640, 3) if name.startswith("TMaze") else (264, 360, 3)
     env = gymnasium.make(f"bestiary/{name}-v0", render_mode="rgb_array", length=3)
     vector = gymnasium.make_vec(f"bestiary/{name}-v0", num_envs=4, render_mode="rgb_array", length=3)
@@ -480,22 +480,22 @@ def test_every_environment_can_be_looked_at(name: str):
     assert len(set(seen)) > 1
 
 
-def test_a_picture_shows_what_the_player_sees():
-    """Inside the frame, the middle of every cell has the colour of the observation."""
+def test_a_rendered_image_shows_the_players_view():
+    """Inside the frame, the centre of every cell has the colour of the observation."""
     for make in (VisualMatchEnv, KeyToDoorEnv):
         env, rng = make(1, length=20, render_mode="rgb_array"), np.random.default_rng(0)
         obs, _ = env.reset(seed=0)
         for action in rng.integers(0, 4, (45, 1)):
-            picture = env.render()[0][12::24, 12::24]  # one pixel a cell, with a margin of two cells
+            image = env.render()[0][12::24, 12::24]  # one pixel per cell, with a margin of two cells
             row, column = (int(env.state[k][0]) for k in ("row", "column"))
-            view = picture[row : row + 5, column : column + 5]
+            view = image[row : row + 5, column : column + 5]
             inside = [(r, c) for r in range(5) for c in range(5) if 2 <= row + r < 9 and 2 <= column + c < 13]
             for r, c in inside:
                 assert (view[r, c] == obs[0, :, r, c]).all()
             obs, *_ = env.step(action)
 
 
-def test_references_say_what_memory_is_worth():
+def test_reference_values_are_optimal_and_memoryless_results():
     assert references(TMaze()) == ("score", 1.0, 0.5)
     assert references(VisualMatch()) == ("success", 1.0, 1 / 3)
     assert references(KeyToDoor()) == ("success", 1.0, 0.0)

@@ -1,4 +1,4 @@
-"""Recall and Catch: their rules, and their face as ordinary Gymnasium environments."""
+"""Recall and Catch: their rules, and their use as Gymnasium environments."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ IDS = [f"bestiary/{name}-v0" for name in NAMES]
 
 
 def returns(env, play, episodes: int) -> np.ndarray:
-    """Scores of whole episodes in a vector environment; `play` sees an observation [B, ...] and chooses [B]."""
+    """Scores of whole episodes in a vector environment; `play` maps observations [B, ...] to actions [B]."""
     obs, _ = env.reset(seed=0)
     score, scores = np.zeros(env.num_envs), []
     while len(scores) < episodes:
@@ -35,7 +35,7 @@ def returns(env, play, episodes: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("delay", "cues"), [(1, 2), (4, 3), (10, 4)])
-def test_recall_shows_a_cue_once_and_asks_for_it_delay_rows_later(delay: int, cues: int):
+def test_recall_shows_a_cue_once_and_asks_for_it_delay_steps_later(delay: int, cues: int):
     env = RecallEnv(3, delay, cues)
     obs, _ = env.reset(seed=7)
     for _ in range(4):  # episodes
@@ -57,7 +57,7 @@ def test_recall_shows_a_cue_once_and_asks_for_it_delay_rows_later(delay: int, cu
 
 
 class Rememberer:
-    """Keeps the cue of the first row until it is asked."""
+    """Keeps the cue of the first step until the question."""
 
     def __call__(self, obs: np.ndarray) -> np.ndarray:
         shown = obs[:, :-1].any(1)
@@ -97,7 +97,7 @@ def test_a_cue_tells_nothing_of_the_next_one_nor_of_its_neighbours():
 
 
 @pytest.mark.parametrize("wrong", [{"delay": 0}, {"delay": -3}, {"cues": 1}, {"cues": 0}])
-def test_recall_refuses_what_it_cannot_be(wrong: dict):
+def test_recall_refuses_impossible_settings(wrong: dict):
     with pytest.raises(ValueError, match=f"at least .*{next(iter(wrong.values()))}"):
         Recall(**wrong)
     with pytest.raises(ValueError, match="recall needs"):
@@ -109,7 +109,7 @@ def test_recall_refuses_what_it_cannot_be(wrong: dict):
 
 @pytest.mark.parametrize(("rows", "columns"), [(2, 2), (5, 4), (10, 5)])
 def test_catch_is_a_ball_that_falls_onto_a_paddle(rows: int, columns: int):
-    """The rules once more, one environment at a time, against the rules for a batch."""
+    """The rules written for one environment, against the rules for a batch."""
     env, rng = CatchEnv(4, rows, columns), np.random.default_rng(1)
     obs, _ = env.reset(seed=5)
     results = set()
@@ -137,7 +137,7 @@ def test_catch_is_a_ball_that_falls_onto_a_paddle(rows: int, columns: int):
 
 
 def follow(obs: np.ndarray) -> np.ndarray:
-    """Move towards the ball, stay when under it; between episodes nobody looks."""
+    """Moves towards the ball and stays when under it; the action of a reset step does not matter."""
     action = np.ones(len(obs), np.int64)
     for i, (board,) in enumerate(obs):
         (paddle,), balls = np.flatnonzero(board[-1])[:1], np.argwhere(board[:-1])
@@ -150,7 +150,7 @@ def test_following_the_ball_always_catches_it():
     assert (returns(CatchEnv(8), follow, 100) == 1).all()
 
 
-def test_random_play_catches_one_ball_per_column():
+def test_a_random_policy_catches_one_ball_per_column():
     rng = np.random.default_rng(0)
     scores = returns(CatchEnv(200), lambda obs: rng.integers(0, 3, len(obs)), 10_000)
     assert set(scores) == {-1.0, 1.0}
@@ -158,7 +158,7 @@ def test_random_play_catches_one_ball_per_column():
 
 
 @pytest.mark.parametrize("wrong", [{"rows": 1}, {"rows": 0}, {"columns": 1}, {"columns": -2}])
-def test_catch_refuses_what_it_cannot_be(wrong: dict):
+def test_catch_refuses_impossible_settings(wrong: dict):
     with pytest.raises(ValueError, match=f"at least 2x2, not .*{next(iter(wrong.values()))}"):
         Catch(**wrong)
     with pytest.raises(ValueError, match="catch needs"):
@@ -173,7 +173,7 @@ def test_arguments_that_do_not_exist_are_refused():
 # -- Gymnasium --------------------------------------------------------------------------------------------------
 
 
-def test_our_environments_have_their_names_as_soon_as_they_are_imported():
+def test_importing_bestiary_registers_its_gymnasium_ids():
     lines = [
         "import bestiary.envs",
         "import gymnasium",
@@ -186,11 +186,11 @@ def test_our_environments_have_their_names_as_soon_as_they_are_imported():
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", IDS)
-def test_gymnasium_finds_nothing_to_object_to(name: str):
+def test_gymnasiums_checker_accepts_every_environment(name: str):
     check_env(gymnasium.make(name).unwrapped)
 
 
-def test_the_vector_environment_is_our_own():
+def test_make_vec_returns_our_own_vector_environment():
     env = gymnasium.make_vec("bestiary/Recall-v0", num_envs=6, delay=5)
     assert isinstance(env.unwrapped, RecallEnv)
     assert (env.num_envs, env.unwrapped.delay) == (6, 5)
@@ -208,33 +208,33 @@ def test_an_environment_has_the_same_episodes_whatever_the_batch_size(name: str,
     seed, rng = 11, np.random.default_rng(0)
     batch = gymnasium.make_vec(name, num_envs=num_envs)
     alone = [gymnasium.make(name) for _ in range(num_envs)]
-    told = batch.reset(seed=seed)[0]
-    rows = np.stack([env.reset(seed=seed + i)[0] for i, env in enumerate(alone)])
+    obs = batch.reset(seed=seed)[0]
+    expected_obs = np.stack([env.reset(seed=seed + i)[0] for i, env in enumerate(alone)])
     ended, episodes = np.zeros(num_envs, bool), 0
-    assert (told == rows).all()
+    assert (obs == expected_obs).all()
     while episodes < 5 * num_envs:
         action = rng.integers(0, batch.single_action_space.n, num_envs)
-        told, reward, terminated, truncated, _ = batch.step(action)
+        obs, reward, terminated, truncated, _ = batch.step(action)
         for i, env in enumerate(alone):
             if ended[i]:
-                obs, _ = env.reset()
-                expected = (obs, 0.0, False, False)
+                first_obs, _ = env.reset()
+                expected = (first_obs, 0.0, False, False)
             else:
                 expected = env.step(action[i])[:4]
-            assert (told[i] == expected[0]).all()
+            assert (obs[i] == expected[0]).all()
             assert (reward[i], terminated[i], truncated[i]) == expected[1:]
         ended = terminated | truncated
         episodes += ended.sum()
 
 
-def test_a_list_of_seeds_names_each_environment():
+def test_a_list_of_seeds_seeds_each_environment():
     env = RecallEnv(3, cues=50)
     by_list = env.reset(seed=[4, 5, 6])[0]
     assert (by_list == env.reset(seed=4)[0]).all()
     assert (env.reset(seed=[6, 5, 4])[0] == by_list[::-1]).all()
 
 
-def test_a_reset_without_a_seed_goes_on_to_other_episodes():
+def test_a_reset_without_a_seed_starts_the_next_episodes():
     env = RecallEnv(1, cues=1000)
     first = env.reset(seed=0)[0].argmax()
     assert len({int(env.reset()[0].argmax()) for _ in range(10)} | {int(first)}) == 11
@@ -243,7 +243,7 @@ def test_a_reset_without_a_seed_goes_on_to_other_episodes():
 
 @pytest.mark.parametrize("name", IDS)
 def test_the_step_after_the_end_only_resets(name: str):
-    """NEXT_STEP: the action is ignored, nothing is earned, nothing ends, the new first observation is shown."""
+    """NEXT_STEP autoreset: the action is ignored, reward and flags are zero, the observation is the new first one."""
     first_rows = []
     for last_action in (0, 1):
         env = gymnasium.make_vec(name, num_envs=2)

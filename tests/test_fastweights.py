@@ -30,7 +30,7 @@ fast_forms = forms_of_rules("kernel", "chunked")
 
 
 def example(rule: str, T: int = 9, B: int = 3, H: int = 2, D: int = 8, density: float = 0.1) -> dict[str, Any]:
-    """Random inputs in float64. If there are resets, then also at the first row, the last, and borders of blocks."""
+    """Random inputs in float64. With resets there is one at the first step, at the last, and at block boundaries."""
     width = {"linear_transformer": 3 * D, "delta_rnn": 5 * D + 2}.get(rule, 3 * D + 1)
     shapes = {"x": (T, B, H, width), "W0": (B, H, D, D)}
     if rule == "recurrent_delta_net":
@@ -71,7 +71,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], value), f"{name} differs"
 
 
-# Against numbers that other programs found
+# Against reference data of other programs
 
 
 def assert_gradients(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
@@ -109,7 +109,7 @@ def test_reference_outputs_states_and_gradients(
 
 @golden_precision
 @golden_forms([case for case in CASES if f"{case}/trunc1_grad_q" in GOLDEN.files])
-def test_reference_gradients_cut_at_every_row(
+def test_reference_gradients_truncated_at_every_step(
     form: ModuleType, case: str, dtype: torch.dtype, output_tolerance: float, gradient_tolerance: float
 ):
     x = tracked(load(case, dtype))
@@ -146,7 +146,7 @@ def test_reference_gradients_cut_at_every_row(
         (70, 8, 2, 0.0, "softmax", 4),
     ],
 )
-def test_fast_forms_find_what_the_loop_finds(
+def test_fast_forms_equal_the_loop(
     form: ModuleType, rule: str, T: int, D: int, H: int, density: float, phi: str, bptt: int | None
 ):
     x = example(rule, T, H=H, D=D, density=density) | {"phi": phi}
@@ -161,11 +161,11 @@ def test_the_length_of_a_chunk_changes_nothing(rule: str, chunk: int, bptt: int 
     assert_close(everything(chunked, rule, x, bptt, chunk=chunk), everything(loops, rule, x, bptt))
 
 
-# What callers rely on
+# Guarantees to callers
 
 
 @every_form
-def test_without_gradients_the_numbers_are_the_same(form: ModuleType, rule: str):
+def test_without_gradients_the_outputs_are_the_same(form: ModuleType, rule: str):
     x = tracked(example(rule, T=40))
     expected = {name: z.detach() for name, z in apply(form, rule, x).items()}
     with torch.no_grad():
@@ -173,7 +173,7 @@ def test_without_gradients_the_numbers_are_the_same(form: ModuleType, rule: str)
 
 
 @every_form
-def test_inputs_stay_as_they_are(form: ModuleType, rule: str):
+def test_inputs_are_not_changed(form: ModuleType, rule: str):
     x = example(rule)
     before = {name: z.clone() for name, z in x.items()}
     everything(form, rule, x)
@@ -181,7 +181,7 @@ def test_inputs_stay_as_they_are(form: ModuleType, rule: str):
 
 
 @every_form
-def test_inputs_may_lie_in_memory_in_any_order(form: ModuleType, rule: str):
+def test_inputs_may_have_any_memory_layout(form: ModuleType, rule: str):
     x = example(rule, T=40)
     strewn = {
         n: z.permute(*reversed(range(z.dim()))).contiguous().permute(*reversed(range(z.dim()))) for n, z in x.items()
@@ -193,7 +193,7 @@ def test_inputs_may_lie_in_memory_in_any_order(form: ModuleType, rule: str):
 
 @every_form
 @pytest.mark.parametrize("how", ["permuted", "expanded"])
-def test_gradients_may_arrive_in_any_order(form: ModuleType, rule: str, how: str):
+def test_gradients_may_have_any_memory_layout(form: ModuleType, rule: str, how: str):
     x = tracked(example(rule))
     y, W = list(apply(form, rule, x).values())[:2]
     arriving = [torch.randn(z.shape[::-1], dtype=z.dtype).permute(3, 2, 1, 0) for z in (y, W)]
@@ -217,7 +217,7 @@ def torch_threads() -> Iterator[None]:
 @pytest.mark.parametrize("rule", RULES)
 def test_the_number_of_threads_changes_nothing(rule: str, torch_threads: None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cpu, "MIN_STEPS_PER_THREAD", 1)
-    x = example(rule, T=40)  # six streams: four threads share them unevenly
+    x = example(rule, T=40)  # six streams, divided unevenly among four threads
     torch.set_num_threads(1)
     expected = everything(cpu, rule, x)
     for threads in (2, 4):
@@ -253,41 +253,41 @@ def finite_rows(y: Tensor) -> Tensor:
 @every_form
 @pytest.mark.parametrize("phi", ["elu", "softmax", "silu"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
-@pytest.mark.parametrize("row", [2, 3])
-def test_a_nan_or_infinity_shows_until_its_episode_ends(form: ModuleType, rule: str, phi: str, bad: float, row: int):
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_nan_or_infinity_shows_until_its_episode_ends(form: ModuleType, rule: str, phi: str, bad: float, step: int):
     x = example(rule, density=0) | {"phi": phi}
     x["reset"][2] = x["reset"][6] = True
-    places = range(x["x"].shape[-1]) if math.isnan(bad) else range(3 * 8)  # an infinite write strength is but 1
+    places = range(x["x"].shape[-1]) if math.isnan(bad) else range(3 * 8)  # sigmoid(infinity) = 1
     for place in places:
-        spoilt = x | {"x": x["x"].clone()}
-        spoilt["x"][row, 1, 0, place] = bad
-        out = apply(form, rule, spoilt)
+        x_bad = x | {"x": x["x"].clone()}
+        x_bad["x"][step, 1, 0, place] = bad
+        out = apply(form, rule, x_bad)
         fine = finite_rows(out["y"])
-        assert not fine[row, 1, 0]
-        fine[row:6, 1, 0] = True
+        assert not fine[step, 1, 0]
+        fine[step:6, 1, 0] = True
         assert fine.all(), "not only this episode of this stream"
         assert all(out[name].isfinite().all() for name in FINAL if name in out)
 
 
 @every_form
 @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
-def test_a_reset_empties_a_memory_that_diverged(form: ModuleType, rule: str, bad: float):
+def test_a_reset_clears_a_memory_that_diverged(form: ModuleType, rule: str, bad: float):
     x = example(rule, density=0)
     x["reset"][0, 0] = x["reset"][4, 1] = True
     for name in ("W0", "R0", "y0"):
         if name in x:
-            spoilt = x | {name: x[name].clone()}
-            spoilt[name][:2] = bad
-            out = apply(form, rule, spoilt)
+            x_bad = x | {name: x[name].clone()}
+            x_bad[name][:2] = bad
+            out = apply(form, rule, x_bad)
             fine = finite_rows(out["y"])
             assert fine[:, 0].all()
             assert fine[:, 2].all()
             assert fine[4:, 1].all()
-            assert math.isinf(bad) or not fine[:4, 1].any()  # what hears its previous output hears tanh(infinity) = 1
+            assert math.isinf(bad) or not fine[:4, 1].any()  # the recurrent input is tanh(infinity) = 1
             assert all(out[final].isfinite().all() for final in FINAL if final in out)
 
 
-# Rows in vector registers
+# SIMD vectors
 
 
 @njit(cache=True)

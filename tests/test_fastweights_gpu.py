@@ -1,4 +1,4 @@
-"""The Triton kernels against reference data and against the plain loop: on a GPU, or interpreted where there is none.
+"""The Triton kernels against reference data and the plain loop: on a GPU, or in Triton's interpreter without one.
 
 Triton reads TRITON_INTERPRET when it is imported, and is then changed for the whole process, so the kernels run in a
 process of their own.
@@ -24,7 +24,7 @@ B, H = 2, 2
 
 
 def outputs_and_gradients(form: Any, rule: str, x: dict[str, Any], bptt: int | None) -> dict[str, Tensor]:
-    """g and g_W_T, g_R_T: the gradients that arrive at the answers and at the last memories."""
+    """g and g_W_T, g_R_T are the gradients with respect to the outputs and the final memories."""
     x = tracked(x)
     out = apply(form, rule, x, bptt)
     loss = (out["y"] * x["g"]).sum()
@@ -45,7 +45,7 @@ def through_kernels(rule: str, x: dict[str, Any], bptt: int | None, block: int) 
     return on_device(outputs_and_gradients(gpu, rule, on_device(x, DEVICE), bptt), "cpu")
 
 
-def answers_of_kernels(rule: str, x: dict[str, Any]) -> dict[str, Tensor]:
+def outputs_of_kernels(rule: str, x: dict[str, Any]) -> dict[str, Tensor]:
     from bestiary.ops.fastweights import gpu
 
     with torch.no_grad():
@@ -53,7 +53,7 @@ def answers_of_kernels(rule: str, x: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def build_for_cuda(rule: str, x: dict[str, Any]) -> list[str]:
-    """Builds the kernels that the call would start, for a device that need not be there; gives their names."""
+    """Compile the kernels that the call would launch, for a device that need not exist; returns their names."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -84,7 +84,7 @@ def kernels() -> Iterator[ProcessPoolExecutor]:
             yield process
 
 
-def draw(rule: str, T: int, D: int, phi: loops.FeatureMap, dtype: torch.dtype) -> dict[str, Any]:
+def random_inputs(rule: str, T: int, D: int, phi: loops.FeatureMap, dtype: torch.dtype) -> dict[str, Any]:
     shapes = dict.fromkeys(("q", "k", "v", "g"), (T, B, H, D)) | {"W0": (B, H, D, D), "g_W_T": (B, H, D, D)}
     if rule != "linear_transformer":
         shapes["beta"] = (T, B, H)
@@ -95,7 +95,7 @@ def draw(rule: str, T: int, D: int, phi: loops.FeatureMap, dtype: torch.dtype) -
         shapes |= {"R0": (B, H, D, D), "g_R_T": (B, H, D, D)}
     x: dict[str, Any] = {name: torch.randn(shape, dtype=dtype) for name, shape in shapes.items()}
     reset = torch.rand(T, B) < 0.2
-    reset[0] = torch.tensor([True, False])  # or no gradient would reach the first memory
+    reset[0] = torch.tensor([True, False])  # else no gradient would reach the initial memory
     return x | {"reset": reset, "phi": phi, "softmax_eps": 1e-6}
 
 
@@ -113,34 +113,34 @@ def test_reference_outputs_states_and_gradients(kernels: ProcessPoolExecutor, ca
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_reference_gradients_cut_at_every_row(kernels: ProcessPoolExecutor, rule: str):
+def test_reference_gradients_truncated_at_every_step(kernels: ProcessPoolExecutor, rule: str):
     x = load(f"{rule}/T7_B3_H2_D8", torch.float64)
     found = kernels.submit(through_kernels, rule, x, bptt=1, block=4).result()
-    start = {"W0", "R0", "y0"}  # constants, then
+    start = {"W0", "R0", "y0"}  # constants in that case
     assert_same(found, {f"grad_{n}": x[f"trunc1_grad_{n}"] for n in INPUTS if n in x.keys() - start}, atol=1e-10)
 
 
 @pytest.mark.parametrize("T, D, bptt", [(7, 6, None), (5, 4, 1), (8, 6, 3)])
 @pytest.mark.parametrize("phi", ["elu", "softmax", "silu"])
 @pytest.mark.parametrize("rule", RULES)
-def test_kernels_follow_the_loop(
+def test_kernels_equal_the_loop(
     kernels: ProcessPoolExecutor, rule: str, phi: loops.FeatureMap, T: int, D: int, bptt: int | None
 ):
-    x = draw(rule, T, D, phi, torch.float64)
+    x = random_inputs(rule, T, D, phi, torch.float64)
     found = kernels.submit(through_kernels, rule, x, bptt, block=2).result()
     assert_same(found, outputs_and_gradients(loops, rule, x, bptt), atol=1e-10)
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_acting_gives_the_same_answers_in_single_precision(kernels: ProcessPoolExecutor, rule: str):
-    x = draw(rule, T=2, D=5, phi="elu", dtype=torch.float32)
-    assert_same(kernels.submit(answers_of_kernels, rule, x).result(), apply(loops, rule, x), atol=1e-5)
+def test_acting_gives_the_same_outputs_in_single_precision(kernels: ProcessPoolExecutor, rule: str):
+    x = random_inputs(rule, T=2, D=5, phi="elu", dtype=torch.float32)
+    assert_same(kernels.submit(outputs_of_kernels, rule, x).result(), apply(loops, rule, x), atol=1e-5)
 
 
-def test_the_compiler_takes_what_the_interpreter_does(tmp_path, monkeypatch):
+def test_the_kernels_compile_for_cuda(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         for rule in RULES:
-            built = process.submit(build_for_cuda, rule, draw(rule, 3, 6, "elu", torch.float32)).result()
+            built = process.submit(build_for_cuda, rule, random_inputs(rule, 3, 6, "elu", torch.float32)).result()
             assert built == [f"{rule}_forward", f"{rule}_backward"]

@@ -1,4 +1,4 @@
-"""Compiled unrolls: the same rows as the ordinary actor, for every memory and algorithm that has them."""
+"""Compiled acting: the same trajectories as the ordinary actor, for every core and algorithm that supports it."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def actor(env: Any, algo: Any, core: Any, net: Net = Net()) -> Actor:  # noqa: B
     agent = algo.agent(env_batch.spec, net, core)
     with torch.no_grad():
         for p in agent.parameters():
-            p.mul_(3)  # larger preferences than at the start, so that values and not only lots decide
+            p.mul_(3)  # larger preferences than at the start, so that network outputs and not only the noise decide
         if isinstance(algo, Dqn):
             agent.epsilon.fill_(0.2)
     return Actor(env_batch, agent, algo.explorer(B), T, 5, CPU)
@@ -79,7 +79,7 @@ def test_compiled_and_ordinary_unrolls_agree(env, core):
 
 @pytest.mark.parametrize("algo", ALGOS)
 def test_they_agree_for_every_algorithm(algo):
-    follow_commands = {"udrl", "rcp"}  # a command is drawn and reduced at every row: they act as written
+    follow_commands = {"udrl", "rcp"}  # a command is sampled and updated at every step: these use the ordinary loop
     assert set(ALGOS) | follow_commands == set(family("algo"))
     fast, slow = both(ENVS["tmaze"], ALGOS[algo], CORES["delta-net"])
     for _ in range(3):
@@ -95,7 +95,7 @@ def test_they_agree_for_every_algorithm(algo):
     ],
     ids=["observation alone", "layers of their own", "deeper"],
 )
-def test_they_agree_whatever_is_fed(net):
+def test_they_agree_for_all_network_inputs(net):
     fast, slow = both(ENVS["tmaze"], ALGOS["dqn"], CORES["gru"], net=net)
     assert_same(fast.unroll(), slow.unroll())
 
@@ -112,7 +112,7 @@ def test_new_weights_reach_the_compiled_loop():
     assert not torch.equal(after[0].action, before[0].action)
 
 
-def test_one_can_go_on_where_the_other_stopped():
+def test_the_ordinary_loop_can_resume_a_compiled_one():
     """Saved by the compiled loop, resumed by the ordinary one."""
     fast, slow = both(ENVS["tmaze"], ALGOS["dqn"], CORES["delta-rnn"])
     fast.unroll()
@@ -120,26 +120,26 @@ def test_one_can_go_on_where_the_other_stopped():
     assert_same(fast.unroll(), slow.unroll())
 
 
-class Louder(GatedCore):
-    """Does more than its parent's instructions say."""
+class DoubledCore(GatedCore):
+    """Computes something else than its parent's instructions."""
 
     def forward(self, x: torch.Tensor, is_first: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
         y, state = super().forward(x, is_first, state)
         return 2 * y, state
 
 
-class LouderLstm(Lstm):
+class DoubledLstm(Lstm):
     def build(self, input_width: int) -> Core:
-        return Louder(nn.LSTM(input_width, 8), 2, None)
+        return DoubledCore(nn.LSTM(input_width, 8), 2, None)
 
 
 def test_a_subclass_does_not_act_by_its_parents_instructions():
-    assert actor(ENVS["tmaze"], ALGOS["dqn"], LouderLstm()).compiled_actor is None
-    broken = [finding.promise for finding in examine(LouderLstm()) if finding.broken]
+    assert actor(ENVS["tmaze"], ALGOS["dqn"], DoubledLstm()).compiled_actor is None
+    broken = [finding.promise for finding in examine(DoubledLstm()) if finding.broken]
     assert broken == ["instructions for compiled acting, where there are any, say what the network does"]
 
 
-def test_what_cannot_be_compiled_stays_with_the_ordinary_loop():
+def test_networks_that_cannot_be_compiled_use_the_ordinary_loop():
     assert actor(ENVS["tmaze"], ALGOS["dqn"], Gpt(width=16, heads=2, layers=1)).compiled_actor is None
     assert (
         actor(ENVS["recall"], ALGOS["dqn"], Lstm(hidden=512)).compiled_actor is None

@@ -19,7 +19,7 @@ CASES = [(algo, core) for algo in family("algo") for core in family("core")]
 
 
 def numbers(algo: str, core: str) -> dict[str, float]:
-    """Metrics once 1, 10 and 50 updates are made, and the mean score on the way."""
+    """Metrics after 1, 10 and 50 updates, and the mean score until then."""
     runtime = start(experiment(algo, core))
     out, scores, marks = {}, [], [1, 10, 50]
     for progress in runtime:

@@ -1,4 +1,4 @@
-"""It learns, in seconds; and without memory it must not, where memory is what the task asks for."""
+"""Every algorithm learns a small task in seconds; without memory it must fail on a memory task."""
 
 from dataclasses import replace
 
@@ -66,10 +66,10 @@ def test_dqn_with_a_delta_net_finds_the_cue_of_the_active_tmaze(tmp_path):
 
 
 def test_dqn_without_memory_stays_at_chance_in_the_tmaze(tmp_path):
-    assert score(replace(TMAZE, core=Ff()), tmp_path / "run") < 0.7  # chance is 0.5, 200 games
+    assert score(replace(TMAZE, core=Ff()), tmp_path / "run") < 0.7  # chance is 0.5, 200 episodes
 
 
-def test_dqn_without_memory_solves_the_tmaze_when_it_is_shown_the_goal(tmp_path):
+def test_dqn_without_memory_solves_the_tmaze_with_the_oracle(tmp_path):
     assert score(replace(TMAZE, env=replace(TMAZE.env, oracle=True), core=Ff()), tmp_path / "run") > 0.95
 
 
@@ -101,7 +101,7 @@ def test_apex_solves_catch(tmp_path):
     assert score(catch, tmp_path / "run") > 0.95
 
 
-# episodes have six rows, sequences four: where the question is trained, the cue lies before the sequence
+# episodes have six steps, sequences four: where the question is trained, the cue lies before the sequence
 R2D2 = replace(
     RECALL,
     env=Recall(delay=4),
@@ -146,7 +146,7 @@ def test_r2d2_without_memory_stays_at_chance_on_recall(tmp_path):
 
 @pytest.mark.long
 def test_dqn_without_memory_improves_on_cartpole(tmp_path):
-    assert score(replace(preset("cartpole-dqn"), frames=30_000), tmp_path / "run") > 100  # random play: 22
+    assert score(replace(preset("cartpole-dqn"), frames=30_000), tmp_path / "run") > 100  # random policy: 22
 
 
 @pytest.mark.long
@@ -155,9 +155,9 @@ def test_impala_with_an_lstm_solves_catch(tmp_path):
 
 
 def test_impala_improves_on_cartpole(tmp_path):
-    assert score(preset("cartpole"), tmp_path / "run") > 100  # random play: 22
+    assert score(preset("cartpole"), tmp_path / "run") > 100  # random policy: 22
 
 
-def test_a_deeper_trunk_learns_too(tmp_path):
+def test_a_deeper_torso_learns_too(tmp_path):
     deep = replace(preset("catch").net, encoder=Mlp(hidden_size=32, num_layers=3))
     assert score(replace(preset("catch"), net=deep), tmp_path / "run") > 0.9

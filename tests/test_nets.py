@@ -1,4 +1,4 @@
-"""From observations to features: sizes as published, frames stacked as told, nothing shown that should not be."""
+"""Encoders, frame stack, inputs of the core and heads: published sizes, and what is fed and what is not."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from bestiary.nets import (
 from bestiary.types import Spec, State, TimeStep
 
 VECTOR = Spec("vector", (3,), torch.float32, 4)
-PICTURE = Spec("picture", (2, 9, 7), torch.uint8, 4)
+IMAGE = Spec("image", (2, 9, 7), torch.uint8, 4)
 
 
 def atari(num_actions: int) -> Spec:
@@ -78,9 +78,9 @@ RIVERRAID = [
 ]
 
 
-@pytest.mark.parametrize("row", RIVERRAID, ids=lambda row: str(row[0]))
-def test_the_misspecification_networks_have_the_published_sizes(row):
-    width, *fully_connected, total_1, total_3 = row
+@pytest.mark.parametrize("sizes", RIVERRAID, ids=lambda sizes: str(sizes[0]))
+def test_the_misspecification_networks_have_the_published_sizes(sizes):
+    width, *fully_connected, total_1, total_3 = sizes
     totals = {1: total_1, 3: total_3}
     for num_layers, expected in zip((1, 2, 3), fully_connected, strict=True):
         net = Net(encoder=Shallow(hidden_size=width, num_layers=num_layers), frame_stack=4)
@@ -95,23 +95,23 @@ def test_the_misspecification_networks_have_the_published_sizes(row):
 
 
 def stack_slowly(obs: Tensor, is_first: Tensor, before: Tensor, size: int) -> Tensor:
-    """The obvious frame stack: a list of frames per stream, filled anew at every start."""
+    """A plain frame stack: one list of frames per stream, refilled at every reset."""
     columns = []
     for b in range(obs.shape[1]):
-        window = list(before[b])  # the size - 1 frames seen last
-        rows = []
+        window = list(before[b])  # the last size - 1 frames
+        stacked = []
         for t in range(len(obs)):
             frame = obs[t, b]
             window = [frame] * (size - 1) if is_first[t, b] else window
-            rows.append(torch.cat([*window, frame]))
+            stacked.append(torch.cat([*window, frame]))
             window = [*window, frame][1:]
-        columns.append(torch.stack(rows))
+        columns.append(torch.stack(stacked))
     return torch.stack(columns, 1)
 
 
 def frames(*shape: int, seed: int = 0) -> Tensor:
     rng = torch.Generator().manual_seed(seed)
-    return torch.randint(256, (*shape, *PICTURE.obs_shape), generator=rng, dtype=torch.uint8)
+    return torch.randint(256, (*shape, *IMAGE.obs_shape), generator=rng, dtype=torch.uint8)
 
 
 def borders(T: int, B: int, density: float, seed: int = 0) -> Tensor:
@@ -122,7 +122,7 @@ def borders(T: int, B: int, density: float, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("density", [0, 0.1, 0.5, 1])
 def test_a_frame_stack_is_a_list_of_frames(size, density):
     T, B = 11, 6
-    stack = FrameStack(PICTURE, size)
+    stack = FrameStack(IMAGE, size)
     obs, is_first = frames(T, B), borders(T, B, density)
     before = frames(B, size - 1, seed=1)
     out, (after,) = stack(obs, is_first, (before,))
@@ -132,9 +132,9 @@ def test_a_frame_stack_is_a_list_of_frames(size, density):
 
 
 @pytest.mark.parametrize("cuts", [[1], [5], [2, 3, 9], list(range(1, 11))], ids=str)
-def test_a_stacked_chunk_equals_its_pieces_down_to_row_by_row(cuts):
+def test_a_stacked_chunk_equals_its_pieces_and_single_steps(cuts):
     T, B, size = 11, 6, 4
-    stack = FrameStack(PICTURE, size)
+    stack = FrameStack(IMAGE, size)
     obs, is_first = frames(T, B), borders(T, B, 0.2)
     start: State = (frames(B, size - 1, seed=1),)
     whole, final = stack(obs, is_first, start)
@@ -146,7 +146,7 @@ def test_a_stacked_chunk_equals_its_pieces_down_to_row_by_row(cuts):
     assert torch.equal(state[0], final[0])
 
 
-def test_the_oldest_frame_comes_first_and_the_first_stands_in_for_those_before_it():
+def test_the_oldest_frame_comes_first_and_the_first_one_is_repeated():
     stack = FrameStack(Spec("pixel", (1, 1, 1), torch.uint8, 2), 3)
     obs = torch.tensor([1, 2, 3, 4, 5], dtype=torch.uint8).view(5, 1, 1, 1, 1)
     is_first = torch.tensor([1, 0, 0, 1, 0], dtype=torch.bool)[:, None]
@@ -154,8 +154,8 @@ def test_the_oldest_frame_comes_first_and_the_first_stands_in_for_those_before_i
     assert out.flatten(1).tolist() == [[1, 1, 1], [1, 1, 2], [1, 2, 3], [4, 4, 4], [4, 4, 5]]
 
 
-def test_a_stack_of_one_is_the_frame_itself_and_remembers_nothing():
-    stack = FrameStack(PICTURE, 1)
+def test_a_stack_of_one_is_the_frame_itself_without_state():
+    stack = FrameStack(IMAGE, 1)
     obs = frames(4, 2)
     out, state = stack(obs, borders(4, 2, 0.5), stack.initial_state(2, torch.device("cpu")))
     assert torch.equal(out, obs)
@@ -163,17 +163,17 @@ def test_a_stack_of_one_is_the_frame_itself_and_remembers_nothing():
 
 
 def test_an_empty_stack_has_the_type_of_the_observations():
-    (empty,) = FrameStack(PICTURE, 4).initial_state(5, torch.device("cpu"))
-    assert empty.shape == (5, 3, *PICTURE.obs_shape)
+    (empty,) = FrameStack(IMAGE, 4).initial_state(5, torch.device("cpu"))
+    assert empty.shape == (5, 3, *IMAGE.obs_shape)
     assert empty.dtype == torch.uint8
     assert not empty.any()
 
 
-# what the memory is shown ---------------------------------------------------------------------------------------------
+# inputs of the core ---------------------------------------------------------------------------------------------------
 
 
 def timestep(spec: Spec, T: int, B: int, density: float = 0.2, seed: int = 0) -> TimeStep:
-    """Random rows; even where an episode starts they claim an action, which must not be believed."""
+    """Random time steps; at resets too they have a previous action, which must be ignored."""
     rng = torch.Generator().manual_seed(seed)
     if spec.obs_dtype == torch.uint8:
         obs = torch.randint(256, (T, B, *spec.obs_shape), generator=rng, dtype=torch.uint8)
@@ -189,7 +189,7 @@ def timestep(spec: Spec, T: int, B: int, density: float = 0.2, seed: int = 0) ->
 
 
 def shown(net: Net, step: TimeStep) -> tuple[Tensor, Tensor, Tensor]:
-    """What a core without memory receives: features, reward, action."""
+    """The input of the core: features, reward, action."""
     torso = Torso(VECTOR, net, Ff())
     out, _ = torso(step, torso.initial_state(step.is_first.shape[1]))
     width = torso.encoder.width
@@ -197,7 +197,7 @@ def shown(net: Net, step: TimeStep) -> tuple[Tensor, Tensor, Tensor]:
     return out[..., :width], out[..., width : width + rewards], out[..., width + rewards :]
 
 
-def test_the_previous_action_is_shown_one_hot():
+def test_the_previous_action_is_fed_one_hot():
     step = timestep(VECTOR, 7, 5, density=0)
     _, _, action = shown(Net(encoder=Mlp(8)), step)
     for t in range(7):
@@ -205,7 +205,7 @@ def test_the_previous_action_is_shown_one_hot():
             assert action[t, b].tolist() == [float(a == step.prev_action[t, b]) for a in range(4)]
 
 
-def test_no_action_is_shown_at_the_start_of_an_episode():
+def test_no_action_is_fed_at_the_start_of_an_episode():
     step = timestep(VECTOR, 40, 5, density=0.3)
     _, _, action = shown(Net(encoder=Mlp(8)), step)
     assert not action[step.is_first].any()
@@ -220,7 +220,7 @@ def test_no_action_is_different_from_action_zero():
     assert action[:, 0].tolist() == [[0, 0, 0, 0], [1, 0, 0, 0]]
 
 
-def test_the_reward_shown_is_clamped_to_the_unit_interval():
+def test_the_fed_reward_is_clipped_to_minus_one_and_one():
     step = timestep(VECTOR, 5, 1, density=0)
     step.reward[:, 0] = torch.tensor([-100.0, -1.0, 0.25, 1.0, 7.5])
     _, reward, _ = shown(Net(encoder=Mlp(8)), step)
@@ -229,7 +229,7 @@ def test_the_reward_shown_is_clamped_to_the_unit_interval():
 
 @pytest.mark.parametrize("prev_reward", [True, False])
 @pytest.mark.parametrize("prev_action", [True, False])
-def test_only_what_was_asked_for_is_shown(prev_action, prev_reward):
+def test_only_the_enabled_inputs_are_fed(prev_action, prev_reward):
     net = Net(encoder=Mlp(8), prev_action=prev_action, prev_reward=prev_reward)
     features, reward, action = shown(net, timestep(VECTOR, 3, 2))
     assert features.shape[-1] == 8
@@ -238,7 +238,7 @@ def test_only_what_was_asked_for_is_shown(prev_action, prev_reward):
 
 
 def test_bytes_are_scaled_to_the_unit_interval_and_numbers_are_not():
-    encoder = Encoder(Mlp(hidden_size=5), PICTURE, 1).double()
+    encoder = Encoder(Mlp(hidden_size=5), IMAGE, 1).double()
     obs = frames(3)
     by_hand = encoder.layers[0](obs.double().flatten(1) / 255).relu()
     torch.testing.assert_close(encoder(obs), by_hand)
@@ -258,7 +258,7 @@ def test_every_fully_connected_layer_is_followed_by_a_rectifier():
 
 
 def test_the_small_network_ends_without_a_rectifier():
-    encoder = Encoder(SmallCnn(hidden_size=6, num_layers=2), PICTURE, 1).double()
+    encoder = Encoder(SmallCnn(hidden_size=6, num_layers=2), IMAGE, 1).double()
     x = encoder.convolutions(frames(4).double() / 255).flatten(1)
     by_hand = encoder.layers[1](encoder.layers[0](x).relu())
     torch.testing.assert_close(encoder(frames(4)), by_hand)
@@ -329,7 +329,7 @@ def residual_by_hand(x: Tensor, convolutions: nn.Sequential) -> Tensor:
 
 
 def test_the_deep_network_is_the_one_in_the_figure():
-    encoder = Encoder(Resnet(hidden_size=5), PICTURE, 2).double()
+    encoder = Encoder(Resnet(hidden_size=5), IMAGE, 2).double()
     obs = torch.cat([frames(4), frames(4, seed=1)], 1)
     by_hand = residual_by_hand(obs.double() / 255, encoder.convolutions).flatten(1)
     torch.testing.assert_close(encoder(obs), encoder.layers[0](by_hand).relu())
@@ -339,8 +339,8 @@ def test_the_deep_network_is_the_one_in_the_figure():
 @pytest.mark.parametrize("cuts", [[4], list(range(1, 9))], ids=str)
 def test_a_torsos_chunk_equals_its_pieces(core, cuts):
     T, B = 9, 4
-    torso = Torso(PICTURE, Net(encoder=SmallCnn(hidden_size=6), frame_stack=3), core).double()
-    step = timestep(PICTURE, T, B)
+    torso = Torso(IMAGE, Net(encoder=SmallCnn(hidden_size=6), frame_stack=3), core).double()
+    step = timestep(IMAGE, T, B)
     whole, final = torso(step, torso.initial_state(B))
     state, pieces = torso.initial_state(B), []
     for piece in zip(*(x.tensor_split(cuts) for x in step), strict=True):
@@ -350,48 +350,48 @@ def test_a_torsos_chunk_equals_its_pieces(core, cuts):
     torch.testing.assert_close(state, final, rtol=1e-9, atol=1e-12)
 
 
-def test_the_whole_memory_is_one_tuple_with_the_batch_in_front():
-    torso = Torso(PICTURE, Net(encoder=SmallCnn(), frame_stack=4), Lstm(hidden=8))
+def test_the_recurrent_state_is_one_tuple_with_the_batch_first():
+    torso = Torso(IMAGE, Net(encoder=SmallCnn(), frame_stack=4), Lstm(hidden=8))
     state = torso.initial_state(5)
     assert [s.shape[0] for s in state] == [5, 5, 5]
-    _, after = torso(timestep(PICTURE, 3, 5), state)
+    _, after = torso(timestep(IMAGE, 3, 5), state)
     assert [(s.shape, s.dtype) for s in after] == [(s.shape, s.dtype) for s in state]
 
 
-# choices and refusals -------------------------------------------------------------------------------------------------
+# choices and errors -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [((4,), Mlp), ((1, 10, 5), SmallCnn), ((3, 35, 84), SmallCnn), ((1, 36, 36), Shallow), ((1, 84, 84), Shallow)],
 )
-def test_auto_chooses_by_what_there_is_to_see(shape, expected):
+def test_auto_chooses_the_encoder_by_the_observation(shape, expected):
     assert type(choose_encoder(Auto(), Spec("some", shape, torch.uint8, 2))) is expected
 
 
 @pytest.mark.parametrize("encoder", [Auto(), Resnet(hidden_size=4), Mlp(hidden_size=4)], ids=str)
 @pytest.mark.parametrize("size", [(2, 2), (2, 5), (3, 3), (10, 5), (36, 36)], ids=str)
-def test_pictures_of_any_size_can_be_encoded(encoder, size):
+def test_images_of_any_size_can_be_encoded(encoder, size):
     # the smallest board of Catch is 2x2
     spec = Spec("tiny", (1, *size), torch.uint8, 3)
     built = Encoder(encoder, spec, 1)
     assert built(torch.zeros(2, 1, *size, dtype=torch.uint8)).shape == (2, built.width)
 
 
-def test_a_small_cnn_refuses_pictures_smaller_than_its_kernels():
+def test_a_small_cnn_refuses_images_smaller_than_its_kernels():
     with pytest.raises(ValueError, match="tiny"):
         Encoder(SmallCnn(), Spec("tiny", (1, 2, 2), torch.uint8, 3), 1)
 
 
 @pytest.mark.parametrize("encoder", [Shallow(), Resnet(), SmallCnn()], ids=lambda e: type(e).__name__)
-def test_an_encoder_of_pictures_refuses_a_vector(encoder):
+def test_an_image_encoder_refuses_vectors(encoder):
     with pytest.raises(ValueError, match=r"needs images, but vector has vector observations: use net\.encoder:mlp"):
         Torso(VECTOR, Net(encoder=encoder), Ff())
 
 
-def test_the_shallow_network_refuses_small_pictures():
-    with pytest.raises(ValueError, match="shallow needs at least 36 pixels a side, picture has 7: use mlp"):
-        Torso(PICTURE, Net(encoder=Shallow()), Ff())
+def test_the_shallow_encoder_refuses_small_images():
+    with pytest.raises(ValueError, match="shallow needs at least 36 pixels a side, image has 7: use mlp"):
+        Torso(IMAGE, Net(encoder=Shallow()), Ff())
 
 
 def test_frames_of_a_vector_cannot_be_stacked():
@@ -413,15 +413,15 @@ def test_an_encoder_of_no_size_is_refused(encoder):
         Net(encoder=encoder)
 
 
-def test_what_is_not_fed_has_no_layer():
-    """A layer that nothing goes through would be a parameter that is never trained."""
+def test_an_input_that_is_not_fed_has_no_layer():
+    """A layer without input would be a parameter that is never trained."""
     spec = Spec("any", (3,), torch.float32, 4)
     shown = Torso(spec, Net(action_units=5, reward_units=2, prev_action=False, prev_reward=False), Ff())
     plain = Torso(spec, Net(prev_action=False, prev_reward=False), Ff())
     assert [p.shape for p in shown.parameters()] == [p.shape for p in plain.parameters()]
 
 
-def test_without_layers_a_vector_goes_into_memory_as_it_is():
+def test_without_layers_a_vector_goes_into_the_core_unchanged():
     encoder = Encoder(Mlp(num_layers=0), VECTOR, 1)
     obs = torch.randn(3, *VECTOR.obs_shape)
     assert torch.equal(encoder(obs), obs) and encoder.width == obs.shape[1]

@@ -605,7 +605,7 @@ def test_a_saved_learner_goes_on_bit_for_bit(cfg):
         assert same(dict(b.state_dict()), dict(d.state_dict()))
 
 
-# -- whole runs --------------------------------------------------------------------------------------------------------
+# -- whole runs ---------------------------------------------------------------------------------------------------
 
 SHORT: dict[str, Any] = {
     "unroll": 7,

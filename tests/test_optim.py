@@ -1,4 +1,4 @@
-"""Two dialects of RMSProp, each held to its own equations."""
+"""The two variants of RMSProp and Adam, each against its own equations."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ class Weights(nn.Module):
 
 
 def walk(cfg: Any, gradients: np.ndarray = GRADIENTS) -> np.ndarray:
-    """The parameters after each step along given gradients."""
+    """The parameters after each update with given gradients."""
     module = Weights()
     optimizer = cfg.build(module)
     path = []
@@ -84,7 +84,7 @@ def test_the_first_tensorflow_step_by_hand():
     np.testing.assert_allclose(moved, -0.4, rtol=1e-12)
 
 
-def test_the_same_numbers_mean_something_else_in_the_two_dialects():
+def test_the_same_settings_differ_between_the_two_rmsprops():
     numbers = {"lr": 6e-4, "alpha": 0.99, "eps": 0.01, "momentum": 0.0}
     start = Weights().p.detach().numpy()
     tensorflow, pytorch = (walk(cfg(**numbers))[0] - start for cfg in (RmsPropTf, RmsProp))
@@ -94,7 +94,7 @@ def test_the_same_numbers_mean_something_else_in_the_two_dialects():
     assert not np.allclose(walk(RmsPropTf(**numbers)), walk(RmsProp(**numbers)), rtol=0.01, atol=0)
 
 
-def test_weights_without_a_gradient_stay_where_they_are():
+def test_parameters_without_a_gradient_do_not_change():
     module = Weights()
     optimizer = RmsPropTf(momentum=0.9).build(module)
     optimizer.step()
@@ -114,7 +114,7 @@ def test_the_learning_rate_can_be_changed_between_steps():
 @pytest.mark.parametrize(
     "cfg", [RmsPropTf(momentum=0.5), RmsProp(momentum=0.5), Adam()], ids=lambda c: type(c).__name__
 )
-def test_an_optimiser_continues_where_it_was_saved(cfg):
+def test_an_optimizer_resumes_from_its_saved_state(cfg):
     module = Weights()
     optimizer = cfg.build(module)
     for gradient in GRADIENTS[:10]:

@@ -1,4 +1,4 @@
-"""Categorical policies and clipped rewards, by numbers one can derive by hand."""
+"""Categorical policies and reward clipping, by numbers derived by hand."""
 
 import math
 
@@ -12,7 +12,7 @@ LOGITS = torch.tensor([math.log(3.0), math.log(2.0), 0.0], dtype=torch.float64)
 PROBABILITIES = [1 / 2, 1 / 3, 1 / 6]
 
 
-def test_log_prob_is_the_logarithm_of_the_share():
+def test_log_prob_is_the_logarithm_of_the_probability():
     for action, p in enumerate(PROBABILITIES):
         assert log_prob(LOGITS, torch.tensor(action)).item() == pytest.approx(math.log(p), rel=1e-14)
 
@@ -23,7 +23,7 @@ def test_log_prob_does_not_see_a_constant_added_to_the_logits():
     torch.testing.assert_close(shifted.exp(), torch.tensor(PROBABILITIES, dtype=torch.float64))
 
 
-def test_log_prob_picks_each_rows_own_action_in_any_shape():
+def test_log_prob_selects_each_entrys_own_action_in_any_shape():
     logits = torch.randn(4, 3, 5, dtype=torch.float64)
     action = torch.randint(5, (4, 3))
     out = log_prob(logits, action)
@@ -45,11 +45,11 @@ def test_entropy_by_hand():
     assert entropy(LOGITS).item() == pytest.approx(2 / 3 * math.log(2) + math.log(3) / 2, rel=1e-14)
 
 
-def test_entropy_is_largest_when_nothing_is_preferred():
+def test_entropy_is_largest_for_the_uniform_policy():
     assert entropy(torch.zeros(2, 7, dtype=torch.float64)).tolist() == pytest.approx([math.log(7)] * 2)
 
 
-def test_entropy_of_certainty_is_zero_and_has_a_finite_gradient():
+def test_entropy_of_a_deterministic_policy_is_zero_with_finite_gradient():
     logits = torch.tensor([1000.0, 0.0, -1000.0], requires_grad=True)
     value = entropy(logits)
     value.backward()
@@ -62,16 +62,16 @@ def test_entropy_has_the_right_gradient():
     assert torch.autograd.gradcheck(entropy, logits)
 
 
-def test_sample_draws_actions_as_often_as_the_policy_says():
+def test_sample_has_the_frequencies_of_the_policy():
     n = 60_000
-    drawn = sample(LOGITS.expand(n, 3), torch.Generator().manual_seed(1))
-    assert drawn.shape == (n,)
+    sampled = sample(LOGITS.expand(n, 3), torch.Generator().manual_seed(1))
+    assert sampled.shape == (n,)
     for action, p in enumerate(PROBABILITIES):
         five_sigma = 5 * math.sqrt(p * (1 - p) / n)
-        assert (drawn == action).double().mean().item() == pytest.approx(p, abs=five_sigma)
+        assert (sampled == action).double().mean().item() == pytest.approx(p, abs=five_sigma)
 
 
-def test_sample_draws_each_row_from_its_own_policy():
+def test_sample_uses_each_batch_entrys_own_policy():
     certain = torch.full((4, 4), -1000.0).fill_diagonal_(1000.0)
     assert sample(certain, torch.Generator().manual_seed(0)).tolist() == [0, 1, 2, 3]
 
@@ -91,7 +91,7 @@ def test_abs_one_clamps_to_the_unit_interval():
     assert clip_reward(REWARDS, "abs_one").tolist() == [-1.0, -1.0, -0.25, 0.0, 0.25, 1.0, 1.0]
 
 
-def test_soft_asymmetric_squashes_and_minds_losses_less():
+def test_soft_asymmetric_is_tanh_with_smaller_negative_rewards():
     # tanh(1) = (e^2 - 1) / (e^2 + 1), tanh(1/4) = (e^(1/2) - 1) / (e^(1/2) + 1)
     one = (math.e**2 - 1) / (math.e**2 + 1)
     quarter = (math.e**0.5 - 1) / (math.e**0.5 + 1)
@@ -99,5 +99,5 @@ def test_soft_asymmetric_squashes_and_minds_losses_less():
     assert clip_reward(REWARDS, "soft_asymmetric").tolist() == pytest.approx(expected, rel=1e-14)
 
 
-def test_none_leaves_rewards_alone():
+def test_none_does_not_change_rewards():
     assert torch.equal(clip_reward(REWARDS, "none"), REWARDS)

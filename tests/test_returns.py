@@ -1,4 +1,4 @@
-"""V-trace, Watkins's Q(lambda), n steps: reference data, the sums of the papers, and the borders between episodes."""
+"""V-trace, Watkins's Q(lambda), n-step returns: reference data, the sums of the papers, and resets between episodes."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -30,7 +30,7 @@ def load(data: Path, case: str) -> dict[str, Any]:
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
-    """Unclipped weights reach large magnitudes: errors count relative to 1 + |value|."""
+    """Unclipped weights returns large magnitudes: errors count relative to 1 + |value|."""
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
     error = ((actual - expected).abs() / (1 + expected.abs())).max().item()
@@ -56,7 +56,7 @@ def test_every_reference_case_is_tested(data):
 
 
 @pytest.mark.parametrize("case", IMPORTANCE_CASES + LOGITS_CASES)
-def test_vtrace_gives_the_reference_numbers(data, case):
+def test_vtrace_gives_the_reference_values(data, case):
     z = load(data, case)
     out = run_case(z)
     assert_close(out.targets, z["vs"])
@@ -139,7 +139,7 @@ def test_targets_are_constants_to_the_gradient():
 
 
 class Stream:
-    """Rows of random experience in float64, with the values a critic gave to each."""
+    """Random time steps in float64, with the values of a critic."""
 
     def __init__(self, is_first: Tensor, is_terminal: Tensor, seed: int = 0) -> None:
         rng = torch.Generator().manual_seed(seed)
@@ -163,14 +163,14 @@ class Stream:
         return vtrace(self.log_rho, m.discount, m.reward, self.value[:-1], self.value[-1], m.valid)
 
     def episode(self, start: int, stop: int, b: int) -> VTrace:
-        """Rows start..stop-1 of stream b as if there were no others."""
+        """Steps start..stop-1 of stream b alone."""
         m = transitions(TimeStep(*(x[start:stop, b : b + 1] for x in self.step)), 0.9)
         value = self.value[start:stop, b : b + 1]
         return vtrace(self.log_rho[start : stop - 1, b : b + 1], m.discount, m.reward, value[:-1], value[-1])
 
 
-def flags(*rows: int) -> Tensor:
-    return torch.tensor(rows, dtype=torch.bool)[:, None]
+def flags(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.bool)[:, None]
 
 
 def test_a_time_limit_inside_a_chunk_bootstraps_from_the_last_observation():
@@ -180,13 +180,13 @@ def test_a_time_limit_inside_a_chunk_bootstraps_from_the_last_observation():
         assert_close(joint[:3], before)
         assert_close(joint[4:], after)
 
-    # by hand, the move into the last observation: one step and its value
+    # by hand, the transition into the last observation: one reward and its value
     rho = s.log_rho[2, 0].exp().clamp(max=1)
     v = s.value[:, 0]
     assert whole.targets[2, 0].item() == pytest.approx((v[2] + rho * (s.step.reward[3, 0] + 0.9 * v[3] - v[2])).item())
 
 
-def test_a_true_end_inside_a_chunk_bootstraps_from_nothing():
+def test_a_terminal_step_inside_a_chunk_bootstraps_zero():
     s = Stream(flags(1, 0, 0, 0, 1, 0, 0), flags(0, 0, 0, 1, 0, 0, 0))
     whole = s.vtrace()
     rho = s.log_rho[2, 0].exp().clamp(max=1)
@@ -195,13 +195,13 @@ def test_a_true_end_inside_a_chunk_bootstraps_from_nothing():
     assert whole.advantages[2, 0].item() == pytest.approx((rho * (s.step.reward[3, 0] - v[2])).item())
 
 
-def test_where_there_is_no_move_the_target_is_the_value_itself():
+def test_where_there_is_no_transition_the_target_is_the_value_itself():
     s = Stream(flags(1, 0, 1, 1, 1, 0), flags(0, 0, 0, 0, 0, 0))
     out = s.vtrace()
     assert torch.equal(out.targets[1:4], s.value[1:4])
 
 
-def test_any_pattern_of_borders_equals_the_episodes_alone():
+def test_any_pattern_of_resets_equals_the_episodes_alone():
     rng = torch.Generator().manual_seed(11)
     T, B = 30, 8
     is_first = torch.rand(T + 1, B, generator=rng) < 0.25
@@ -212,13 +212,13 @@ def test_any_pattern_of_borders_equals_the_episodes_alone():
         starts = [0, *(t for t in range(1, T + 1) if is_first[t, b]), T + 1]
         for start, stop in pairwise(starts):
             if stop - start < 2:
-                continue  # a single row tells of no move
+                continue  # a single step holds no transition
             alone = s.episode(start, stop, b)
             for joint, single in zip(whole, alone, strict=True):
                 assert_close(joint[start : stop - 1, b : b + 1], single)
 
 
-def test_nothing_leaks_backwards_across_a_border():
+def test_nothing_leaks_backwards_across_a_reset():
     is_first, is_terminal = flags(1, 0, 0, 1, 0, 0), flags(0, 0, 0, 0, 0, 0)
     calm, wild = Stream(is_first, is_terminal), Stream(is_first, is_terminal)
     wild.value[3:] *= 1e9
@@ -229,7 +229,7 @@ def test_nothing_leaks_backwards_across_a_border():
 
 
 class Scripted(nn.Module):
-    """An agent that says what it was told to say: its outputs are its parameters."""
+    """An agent whose outputs are its parameters."""
 
     def __init__(self, logits: Tensor, value: Tensor) -> None:
         super().__init__()
@@ -241,12 +241,12 @@ class Scripted(nn.Module):
 
 
 def with_last(x: Tensor) -> Tensor:
-    """One more row, whose content must not matter."""
+    """One more step, whose content must not matter."""
     return torch.cat([x, x[-1:]])
 
 
 def scripted_case(z: dict[str, Any], **settings: Any) -> tuple[ImpalaLearner, Scripted, Trajectory]:
-    """The moves of a reference case as T+1 rows, and a learner set to its numbers."""
+    """The transitions of a reference case as T+1 steps, and a learner with its settings."""
     T, B = z["actions"].shape
     none = torch.zeros(1, B, dtype=torch.bool)
     step = TimeStep(
@@ -292,14 +292,14 @@ def test_the_learner_finds_the_reference_gradients(data, case):
 
 
 @pytest.mark.parametrize("case", LOGITS_CASES)
-def test_the_last_row_is_bootstrapped_from_but_not_taught(data, case):
+def test_the_last_step_is_bootstrapped_from_but_not_trained(data, case):
     learner, agent, trajectory = scripted_case(load(data, case))
     learner.loss(trajectory)[0].backward()
     assert not agent.logits.grad[-1].any()
     assert not agent.value.grad[-1].any()
 
 
-def test_the_mean_is_the_sum_over_the_number_of_moves(data):
+def test_the_mean_is_the_sum_over_the_number_of_transitions(data):
     z = load(data, "logits0")
     summed, averaged = scripted_case(z, reduction="sum"), scripted_case(z, reduction="mean")
     sums, means = summed[0].loss(summed[2])[1], averaged[0].loss(averaged[2])[1]
@@ -307,17 +307,17 @@ def test_the_mean_is_the_sum_over_the_number_of_moves(data):
         assert means[name].item() == pytest.approx(sums[name].item() / z["actions"].numel(), rel=1e-12)
 
 
-def with_border(t: Trajectory, row: int) -> Trajectory:
-    """The same rows, with an episode starting at `row` in every stream."""
+def with_reset(t: Trajectory, at: int) -> Trajectory:
+    """The same steps, with an episode starting at step `at` in every stream."""
     is_first = t.step.is_first.clone()
-    is_first[row] = True
+    is_first[at] = True
     return t._replace(step=t.step._replace(is_first=is_first))
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_rows_that_lead_into_another_episode_teach_nothing(data, reduction):
+def test_resets_between_episodes_enter_no_loss(data, reduction):
     learner, agent, trajectory = scripted_case(load(data, "logits0"), reduction=reduction)
-    learner.loss(with_border(trajectory, 5))[0].backward()
+    learner.loss(with_reset(trajectory, 5))[0].backward()
     taught = agent.logits.grad.abs().sum((1, 2)) > 0
     assert taught.tolist() == [True] * 4 + [False] + [True] * 7 + [False]
     assert not agent.value.grad[4].any()
@@ -325,13 +325,13 @@ def test_rows_that_lead_into_another_episode_teach_nothing(data, reduction):
 
 def test_the_loss_of_two_episodes_is_the_sum_of_their_losses(data):
     learner, agent, trajectory = scripted_case(load(data, "logits0"), reduction="sum")
-    whole = learner.loss(with_border(trajectory, 5))[0].item()
+    whole = learner.loss(with_reset(trajectory, 5))[0].item()
     apart = 0.0
-    for rows in (slice(0, 5), slice(5, None)):
-        part = Scripted(agent.logits.detach()[rows], agent.value.detach()[rows])
-        step = TimeStep(*(x[rows] for x in trajectory.step))
-        aux = {"logits": trajectory.aux["logits"][rows]}
-        t = Trajectory(step, trajectory.action[rows], aux, (), trajectory.version)
+    for part_of in (slice(0, 5), slice(5, None)):
+        part = Scripted(agent.logits.detach()[part_of], agent.value.detach()[part_of])
+        step = TimeStep(*(x[part_of] for x in trajectory.step))
+        aux = {"logits": trajectory.aux["logits"][part_of]}
+        t = Trajectory(step, trajectory.action[part_of], aux, (), trajectory.version)
         apart += ImpalaLearner(learner.cfg, part, 1).loss(t)[0].item()  # type: ignore[arg-type]
     assert whole == pytest.approx(apart, rel=1e-12)
 
@@ -341,7 +341,7 @@ def all_padding(t: Trajectory) -> Trajectory:
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_a_batch_of_padding_teaches_nothing(data, reduction):
+def test_a_batch_of_padding_has_no_loss_and_no_gradient(data, reduction):
     learner, agent, trajectory = scripted_case(load(data, "logits0"), reduction=reduction)
     loss, _ = learner.loss(all_padding(trajectory))
     loss.backward()
@@ -351,13 +351,13 @@ def test_a_batch_of_padding_teaches_nothing(data, reduction):
 
 
 def test_a_batch_of_padding_does_not_poison_the_running_means(data):
-    # metrics are added up over updates: one that is not a number would hide all the others
+    # metrics are averaged over updates: a single NaN would make the mean NaN
     learner, _, trajectory = scripted_case(load(data, "logits0"))
     _, metrics = learner.loss(all_padding(trajectory))
     assert [name for name, value in metrics.items() if not torch.isfinite(value)] == []
 
 
-def test_the_learner_clips_rewards_as_it_was_told(data):
+def test_the_learner_clips_rewards_as_configured(data):
     z = load(data, "logits1")
     by_hand, _, clipped = scripted_case({**z, "rewards": z["rewards"].clamp(-1, 1)})
     learner, agent, trajectory = scripted_case(z)
@@ -370,7 +370,7 @@ def test_the_learner_clips_rewards_as_it_was_told(data):
 
 
 class Chunk:
-    """Rows with rewards and flags, the value of the best action in each row, and whether that action was taken."""
+    """Steps with rewards and flags, the value of the greedy action at each step, and whether it was taken."""
 
     def __init__(self, is_first: Tensor, is_terminal: Tensor, greedy: Tensor | None = None, seed: int = 0) -> None:
         rng = torch.Generator().manual_seed(seed)
@@ -395,16 +395,16 @@ class Chunk:
         return transitions(self.step, 0.9).valid
 
     def by_definition(self, t: int, b: int, trace_decay: float) -> float:
-        """The weighted mean of all n-step returns up to the first action that was not the best (Watkins 1989).
+        """The weighted mean of all n-step returns up to the first non-greedy action (Watkins 1989).
 
         G^n = r_t + gamma r_{t+1} + ... + gamma^n max_a Q(x_{t+n}, a), worth (1 - lambda) lambda^(n-1); the last one
         there is takes what remains. After a true end its value is nothing.
         """
-        rows = len(self.value)
+        T = len(self.value)
         step = self.step
         longest = 1
         while (
-            t + longest + 1 < rows
+            t + longest + 1 < T
             and not step.is_first[t + longest + 1, b]
             and not step.is_terminal[t + longest, b]
             and self.greedy[t + longest, b]
@@ -420,7 +420,7 @@ class Chunk:
 
 
 @pytest.mark.parametrize("trace_decay", [0.0, 0.3, 0.8, 1.0])
-def test_watkins_is_the_mean_of_all_returns_up_to_the_first_action_that_was_not_the_best(trace_decay):
+def test_watkins_is_the_mean_of_the_returns_up_to_a_nongreedy_action(trace_decay):
     chunk = Chunk.random(30, 6, seed=4)
     out = chunk.targets(trace_decay)
     valid = chunk.valid()
@@ -429,35 +429,35 @@ def test_watkins_is_the_mean_of_all_returns_up_to_the_first_action_that_was_not_
     assert 0 < valid.sum() < valid.numel()
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 100])
-def test_what_accumulates_from_the_end_is_what_a_loop_adds_up(rows):
-    x, keep = torch.randn(2, rows, 3, dtype=torch.float64)
+@pytest.mark.parametrize("T", [1, 2, 3, 8, 9, 100])
+def test_the_parallel_scan_equals_a_loop(T):
+    x, keep = torch.randn(2, T, 3, dtype=torch.float64)
     after, expected = torch.zeros(3, dtype=torch.float64), []
-    for t in reversed(range(rows)):
+    for t in reversed(range(T)):
         after = x[t] + keep[t] * after
         expected.insert(0, after)
     assert_close(accumulate(x, keep), torch.stack(expected))
 
 
-def test_without_traces_a_target_is_one_step_and_a_value():
+def test_with_lambda_zero_a_target_is_a_one_step_return():
     chunk = Chunk.random(30, 6)
     m = transitions(chunk.step, 0.9)
     expected = m.reward + m.discount * chunk.value[1:]
     assert_close(chunk.targets(0.0)[m.valid], expected[m.valid])
 
 
-def test_full_traces_of_a_greedy_player_are_discounted_returns():
+def test_with_lambda_one_greedy_targets_are_discounted_returns():
     chunk = Chunk(flags(1, 0, 0, 0), flags(0, 0, 0, 1))
     chunk.step.reward[:, 0] = torch.tensor([0.0, 1.0, 2.0, 4.0])
     # 4, 2 + 0.9 * 4, 1 + 0.9 * 5.6
     assert chunk.targets(1.0)[:, 0].tolist() == pytest.approx([6.04, 5.6, 4.0])
 
 
-def test_a_trace_is_cut_at_an_action_that_was_not_the_best():
+def test_a_trace_is_cut_at_a_nongreedy_action():
     greedy = flags(1, 1, 0, 1, 1)
     chunk = Chunk(flags(1, 0, 0, 0, 0), flags(0, 0, 0, 0, 0), greedy)
     calm = chunk.targets(1.0)
-    chunk.step.reward[3:] = 1e6  # earned by the action in row 2, and later
+    chunk.step.reward[3:] = 1e6  # rewards of the action at step 2 and later
     chunk.value[3:] = -1e6
     wild = chunk.targets(1.0)
     assert torch.equal(calm[:2], wild[:2])
@@ -467,15 +467,15 @@ def test_a_trace_is_cut_at_an_action_that_was_not_the_best():
     assert calm[0, 0].item() == pytest.approx((r[1] + 0.9 * calm[1, 0]).item())
 
 
-def test_the_move_under_correction_need_not_have_been_the_best():
-    # Q(x, a) is asked for the a that was taken, whatever it was: only what follows must be greedy
+def test_the_corrected_transition_itself_need_not_be_greedy():
+    # Q(x, a) is a target for any action taken: only the later actions must be greedy
     starts, ends = flags(1, 0, 0, 0), flags(0, 0, 0, 0)
     chunk, other = Chunk(starts, ends, flags(1, 1, 1, 1)), Chunk(starts, ends, flags(0, 1, 1, 1))
     assert torch.equal(chunk.targets(0.8), other.targets(0.8))
 
 
 @pytest.mark.parametrize("trace_decay", [0.0, 0.5, 1.0])
-def test_a_time_limit_bootstraps_from_the_last_row_and_an_end_does_not(trace_decay):
+def test_truncation_bootstraps_from_the_last_step_termination_does_not(trace_decay):
     limit = Chunk(flags(1, 0, 0, 1, 0), flags(0, 0, 0, 0, 0))
     end = Chunk(flags(1, 0, 0, 1, 0), flags(0, 0, 1, 0, 0))
     r, v = limit.step.reward[:, 0], limit.value[:, 0]
@@ -484,11 +484,11 @@ def test_a_time_limit_bootstraps_from_the_last_row_and_an_end_does_not(trace_dec
 
 
 @pytest.mark.parametrize("trace_decay", [0.0, 0.8, 1.0])
-def test_what_happens_in_one_episode_never_reaches_another(trace_decay):
+def test_what_happens_in_one_episode_never_returnses_another(trace_decay):
     for seed in range(5):
         chunk = Chunk.random(20, 4, seed=seed)
         calm, valid = chunk.targets(trace_decay), chunk.valid()
-        episode = chunk.step.is_first.cumsum(0)  # [T+1, B] which episode each row belongs to
+        episode = chunk.step.is_first.cumsum(0)  # [T+1, B] the episode of each step
         for number in range(int(episode.max()) + 1):
             other = Chunk.random(20, 4, seed=seed)
             inside = episode == number
@@ -505,24 +505,24 @@ def test_watkins_targets_are_constants_to_the_gradient():
     assert not watkins_q_lambda(torch.randn(4, 2), torch.rand(4, 2), yes, value, yes, 0.5).requires_grad
 
 
-# -- n steps -------------------------------------------------------------------------------------------------------
+# -- n-step returns -----------------------------------------------------------------------------------------------
 
 
-def as_rows(reward: np.ndarray, terminated: np.ndarray, truncated: np.ndarray, next_value: np.ndarray, gamma: float):
-    """Moves of streams [B, T] as chunks of rows, one per stream, with the row that opens each episode between them."""
+def as_steps(reward: np.ndarray, terminated: np.ndarray, truncated: np.ndarray, next_value: np.ndarray, gamma: float):
+    """Transitions of streams [B, T] as chunks of steps, one per stream, with the first step of each episode."""
     for b in range(len(reward)):
-        rows, value, move = [(0.0, True, False)], [], []
+        steps, value, index = [(0.0, True, False)], [], []
         for t in range(reward.shape[1]):
-            move.append(len(rows) - 1)
-            rows.append((reward[b, t], False, bool(terminated[b, t])))
+            index.append(len(steps) - 1)
+            steps.append((reward[b, t], False, bool(terminated[b, t])))
             value.append(next_value[b, t])
             if terminated[b, t] or truncated[b, t]:
-                rows.append((0.0, True, False))
-                value.append(1e9)  # never asked for
-        r, first, terminal = (torch.tensor(column)[:, None] for column in zip(*rows, strict=True))
+                steps.append((0.0, True, False))
+                value.append(1e9)  # never used
+        r, first, terminal = (torch.tensor(column)[:, None] for column in zip(*steps, strict=True))
         none = torch.zeros_like(first, dtype=torch.int64)
         step = TimeStep(none, none, r.double(), first, terminal)
-        yield b, move, transitions(step, gamma), torch.tensor(value, dtype=torch.float64)[:, None]
+        yield b, index, transitions(step, gamma), torch.tensor(value, dtype=torch.float64)[:, None]
 
 
 R2D2 = np.load(Path(__file__).parent / "data" / "r2d2.npz")
@@ -533,23 +533,23 @@ def test_n_steps_match_golden(case):
     streams = [R2D2[f"{case}/{k}"] for k in ("reward", "terminated", "truncated", "next_value")]
     gamma, eps, n = (R2D2[f"{case}/{k}"].item() for k in ("gamma", "rescale_eps", "n"))
     wanted, rescaled = (torch.from_numpy(R2D2[f"{case}/{k}"]) for k in ("target", "target_rescaled"))
-    for b, move, m, value in as_rows(*streams, gamma):
-        reach = n_step(*m, n)
-        ahead = value.gather(0, (reach.bootstrap_step - 1).clamp(min=0))  # value belongs to the row each move leads to
-        assert_close(reach.target(ahead)[move, 0], wanted[b], 1e-10)
-        squeezed = value_rescale(reach.target(value_rescale_inverse(ahead, eps)), eps)
-        assert_close(squeezed[move, 0], rescaled[b], 1e-8)
+    for b, index, m, value in as_steps(*streams, gamma):
+        returns = n_step(*m, n)
+        ahead = value.gather(0, (returns.bootstrap_step - 1).clamp(min=0))  # value of the step each transition leads to
+        assert_close(returns.target(ahead)[index, 0], wanted[b], 1e-10)
+        rescaled_target = value_rescale(returns.target(value_rescale_inverse(ahead, eps)), eps)
+        assert_close(rescaled_target[index, 0], rescaled[b], 1e-8)
 
 
-def test_one_step_is_a_reward_and_a_value():
+def test_a_one_step_return_is_a_reward_and_a_value():
     chunk = Chunk.random(30, 6)
     m = transitions(chunk.step, 0.9)
-    reach = n_step(*m, 1)
-    out = reach.target(chunk.value.gather(0, reach.bootstrap_step))
+    returns = n_step(*m, 1)
+    out = returns.target(chunk.value.gather(0, returns.bootstrap_step))
     assert_close(out[m.valid], (m.reward + m.discount * chunk.value[1:])[m.valid])
 
 
-def test_the_first_moves_of_a_chunk_see_as_far_as_the_chunk_goes():
+def test_the_first_n_step_returns_returns_as_far_as_the_chunk():
     m = transitions(Chunk.random(30, 6).step, 0.9)
     whole, part = n_step(*m, 4), n_step(*m, 4, length=9)
     for a, b in zip(whole, part, strict=True):
@@ -557,7 +557,7 @@ def test_the_first_moves_of_a_chunk_see_as_far_as_the_chunk_goes():
 
 
 @pytest.mark.parametrize("tag", ["eps1e-3", "eps1e-2"])
-def test_values_are_squeezed_and_come_back_to_the_last_digits(tag):
+def test_value_rescaling_is_inverted_to_the_last_digits(tag):
     z = {k: torch.from_numpy(R2D2[f"rescale/{tag}/{k}"]) for k in ("x", "h", "z", "h_inverse")}
     eps = float(R2D2[f"rescale/{tag}/eps"])
     torch.testing.assert_close(value_rescale(z["x"], eps), z["h"], rtol=1e-14, atol=0)

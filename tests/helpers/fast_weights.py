@@ -1,4 +1,4 @@
-"""Reference data of the fast-weight rules, and one way to call every form of every rule."""
+"""Reference data of the fast-weight rules, and a uniform call of every form of every rule."""
 
 from pathlib import Path
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""Benchmarks of replay and of what learns from it: small ones run through, and tell all they promise."""
+"""Benchmarks of the replay and of Ape-X and R2D2: small ones run and report all their results."""
 
 import json
 import math
@@ -13,12 +13,12 @@ from bestiary.bench import BENCHMARKS, q_atari, replay
 from bestiary.cli.main import main as bestiary
 from bestiary.errors import UserError
 
-SMALL = replay.Settings(capacity=1_000, batch=16, rows=1_000, batches=3, rounds=2)
+SMALL = replay.ReplayBench(capacity=1_000, batch=16, steps=1_000, batches=3, rounds=2)
 PARTS = {"emulator", "acting", "writing", "sampling", "learning", "write_back"}
 
 
 class Buffer:
-    """As much of cpprb's as is called."""
+    """The part of cpprb's buffer that the benchmark calls."""
 
     def __init__(self, size, env_dict, alpha, eps):
         self.priorities = np.zeros(size)
@@ -45,20 +45,20 @@ def check_positive(figures: dict[str, float]) -> None:
 # -- replay -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_cpprb_is_said_in_one_sentence_and_is_no_error(monkeypatch, capsys):
+def test_a_missing_cpprb_is_reported_and_is_no_error(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "cpprb", None)
     results = replay.main(SMALL)
     first = capsys.readouterr().out.splitlines()[0]
     assert first == "cpprb is not installed, so nothing is compared with it: pip install cpprb"
-    assert results.keys() == {"draws", "apex-16", "apex-32"}
-    assert results["draws"].keys() == {"tree", "sums"}
+    assert results.keys() == {"sampling", "apex-16", "apex-32"}
+    assert results["sampling"].keys() == {"tree", "sums"}
     for batch in ("apex-16", "apex-32"):
         assert results[batch].keys() == {"whole", "tree", "copying", "rate", "share"}
     for figures in results.values():
         check_positive(figures)
 
 
-def test_an_installed_cpprb_is_measured_beside_the_tree(monkeypatch, capsys):
+def test_an_installed_cpprb_is_measured_too(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "cpprb", SimpleNamespace(PrioritizedReplayBuffer=Buffer))
     rates = replay.trees(SMALL)
     assert rates.keys() == {"tree", "cpprb", "sums"}
@@ -68,9 +68,9 @@ def test_an_installed_cpprb_is_measured_beside_the_tree(monkeypatch, capsys):
 
 def test_a_replay_that_cannot_hold_a_batch_is_refused():
     with pytest.raises(UserError, match="raise it to 736"):
-        replay.Settings(rows=700)
+        replay.ReplayBench(steps=700)
     with pytest.raises(UserError, match="at least 1"):
-        replay.Settings(rounds=0)
+        replay.ReplayBench(rounds=0)
 
 
 # -- Ape-X and R2D2 -----------------------------------------------------------------------------------------------
@@ -92,27 +92,27 @@ def brief(monkeypatch):
     ],
     ids=["apex", "apex-overlap", "apex-overlap-on-one-core", "r2d2"],
 )
-def test_the_loop_is_told_beside_its_parts(cfg, cores, ideal, brief, monkeypatch, capsys):
+def test_the_loop_is_compared_with_its_parts(cfg, cores, ideal, brief, monkeypatch, capsys):
     monkeypatch.setattr(q_atari, "cores", lambda: cores)
     r = q_atari.main(cfg)
     assert r.keys() == PARTS | {"in_turn", "side_by_side", "ideal", "loop", "updates", "share", "waiting"}
     check_positive(r)
-    playing, learning = 1 / r["emulator"] + 1 / r["acting"], 1 / r["learning"]
-    assert r["in_turn"] == pytest.approx(1 / (playing + learning))
-    assert r["side_by_side"] == pytest.approx(1 / max(playing, learning))
+    acting, learning = 1 / r["emulator"] + 1 / r["acting"], 1 / r["learning"]
+    assert r["in_turn"] == pytest.approx(1 / (acting + learning))
+    assert r["side_by_side"] == pytest.approx(1 / max(acting, learning))
     assert r["ideal"] == r[ideal]
     assert r["share"] == pytest.approx(r["loop"] / r["ideal"])
     assert r["waiting"] == pytest.approx(r["loop"] * (1 / r["sampling"] + 1 / r["write_back"]))
     out = capsys.readouterr().out
-    assert out.count("side by side: ") == (cfg.runtime == "overlap")
-    assert out.count("the ideal meant here") == 1
+    assert out.count("at the same time as learning: ") == (cfg.runtime == "overlap")
+    assert out.count("the ideal here") == 1
 
 
 # -- the command -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_every_benchmark_says_under_its_name_what_can_be_set(name, capsys):
+def test_every_benchmark_has_help(name, capsys):
     place, _, settings = BENCHMARKS[name][0].partition(":")
     module = import_module(f"bestiary.bench.{place}")
     assert getattr(module, settings or "Settings").__doc__ == f"bestiary bench {name}"
@@ -121,10 +121,10 @@ def test_every_benchmark_says_under_its_name_what_can_be_set(name, capsys):
     assert "--rounds" in capsys.readouterr().out
 
 
-def test_figures_go_into_a_file(tmp_path, monkeypatch):
+def test_results_are_written_to_a_file(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "cpprb", None)
     out = tmp_path / "replay.json"
-    flags = {"capacity": "1k", "batch": 16, "rows": "1k", "batches": 2, "rounds": 1, "json": out}
+    flags = {"capacity": "1k", "batch": 16, "steps": "1k", "batches": 2, "rounds": 1, "json": out}
     words = [str(word) for flag, value in flags.items() for word in (f"--{flag}", value)]
     assert bestiary(["bench", "replay", *words]) == 0
-    check_positive(json.loads(out.read_text())["draws"])
+    check_positive(json.loads(out.read_text())["sampling"])

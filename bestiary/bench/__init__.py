@@ -8,7 +8,10 @@ BENCHMARKS = {  # name -> (module, or module:settings if it has several; descrip
     "impala-atari": ("impala_atari", "the IMPALA loop on Atari against the sum of its parts"),
     "apex-atari": ("q_atari:ApexAtari", "the Ape-X loop on Atari against the sum of its parts"),
     "r2d2-atari": ("q_atari:R2d2Atari", "the R2D2 loop on Atari against the sum of its parts"),
-    "replay": ("replay", "prioritized sampling: the sum tree against cpprb and NumPy; the whole replay with images"),
+    "replay": (
+        "replay:ReplayBench",
+        "prioritized sampling: the sum tree against cpprb and NumPy; the whole replay with images",
+    ),
     "cores": ("cores", "every core: rules against the plain loop, the core against an LSTM, an acting step"),
     "envs": (
         "envs",

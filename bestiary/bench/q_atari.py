@@ -1,4 +1,4 @@
-"""How close the loops of Ape-X and R2D2 come to what no plumbing can avoid: emulator, acting, learning."""
+"""Speed of the Ape-X and R2D2 training loops against the sum of their parts: emulator, acting, learning."""
 
 import copy
 import statistics
@@ -31,10 +31,10 @@ from bestiary.runtime.start import start
 from bestiary.seeding import TRAIN
 from bestiary.types import Batch, Progress, Update
 
-CAPACITY = 20_000  # moves
-UPDATES = 8  # of which the parts of learning are timed at once
-RUN_UP, UNROLLS = 2, 2  # of the loop: before it is timed, and timed at once
-ALWAYS = 1e9  # updates per move, so that one is always due
+CAPACITY = 20_000  # transitions
+UPDATES = 8  # updates per timing of sampling, learning and writing back
+RUN_UP, UNROLLS = 2, 2  # unrolls of the loop: before a timing, and per timing
+ALWAYS = 1e9  # updates per step: one is always due
 PARTS = {
     "emulator": "emulator",
     "acting": "acting",
@@ -44,22 +44,26 @@ PARTS = {
     "write_back": "writing priorities back",
 }
 BOUNDS = {
-    "in_turn": "emulator, acting and learning in turn",
-    "side_by_side": "emulator and acting, with learning side by side",
+    "in_turn": "emulator, acting and learning one after the other",
+    "side_by_side": "emulator and acting, at the same time as learning",
 }
 
 
 @dataclass(frozen=True)
-class Settings:
+class QAtariBench:
     preset: ClassVar[str]
     game: str = "Pong"
+    """Atari game"""
     envs: int = 32
+    """number of environments"""
     runtime: Literal["local", "overlap"] = "local"
-    """one thing after the other, or acting and learning at the same time"""
+    """acting and learning one after the other (local) or at the same time (overlap)"""
     warmup: Count = 4_000
-    """moves in the replay before anything is measured"""
+    """transitions in the replay before anything is measured"""
     rounds: int = 9
+    """rounds, in which the parts and the loop take turns; medians are reported"""
     threads: int | None = None
+    """PyTorch threads; None: as the runtime chooses"""
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
@@ -84,21 +88,21 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class ApexAtari(Settings):
+class ApexAtari(QAtariBench):
     """bestiary bench apex-atari"""
 
     preset: ClassVar[str] = "apex-small"
 
 
 @dataclass(frozen=True)
-class R2d2Atari(Settings):
+class R2d2Atari(QAtariBench):
     """bestiary bench r2d2-atari"""
 
     preset: ClassVar[str] = "r2d2-small"
 
 
 class Parts:
-    """Every part of the loop alone, beside it: with an emulator, an actor and a full replay of their own."""
+    """Every part of the loop alone, with an emulator, an actor and a full replay of its own."""
 
     def __init__(self, experiment: Experiment, runtime: LocalRuntime) -> None:
         self.learner, self.device = runtime.learner, runtime.device
@@ -149,7 +153,7 @@ class Parts:
 
 
 def fill(runtime: LocalRuntime) -> None:
-    """Play until updates may begin, and take those that the moves so far allow for made."""
+    """Act until the warm-up is over, and count the updates that are due by then as made."""
     replay = runtime.replay
     assert isinstance(replay, PrioritizedReplay)
     while replay.rate_limiter.steps < replay.rate_limiter.warmup:
@@ -159,11 +163,11 @@ def fill(runtime: LocalRuntime) -> None:
 
 
 class Loop:
-    """Moves and updates per second, once it is under way."""
+    """Transitions and updates per second of the running loop."""
 
     def __init__(self, runtime: LocalRuntime) -> None:
         self.progress = iter(runtime)
-        self.moves: list[float] = []
+        self.steps: list[float] = []
         self.updates: list[float] = []
 
     def run(self) -> None:
@@ -171,7 +175,7 @@ class Loop:
         start = time.perf_counter()
         after = self._after(UNROLLS)
         seconds = time.perf_counter() - start
-        self.moves.append((after.steps - before.steps) / seconds)
+        self.steps.append((after.steps - before.steps) / seconds)
         self.updates.append((after.updates - before.updates) / seconds)
         rest()
 
@@ -180,7 +184,7 @@ class Loop:
 
 
 def rest(seconds: float = 10.0) -> None:
-    """Wait, but no longer, until all threads do: an actor beside the learner plays on until the replay has enough."""
+    """Wait until all threads are idle: with overlap the actor goes on until the replay is full."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         worked = time.process_time()
@@ -189,8 +193,8 @@ def rest(seconds: float = 10.0) -> None:
             return
 
 
-def measure(cfg: Settings) -> dict[str, float]:
-    """Moves per second: what each part would allow alone, what all could at best, and what the loop does."""
+def measure(cfg: QAtariBench) -> dict[str, float]:
+    """Steps per second: of each part alone, of all parts at best, and of the loop."""
     experiment = cfg.experiment()
     algo = experiment.algo
     assert isinstance(algo, Apex | R2d2)
@@ -212,19 +216,19 @@ def measure(cfg: Settings) -> dict[str, float]:
         threads = runtime.threads
     per_unroll, per_update = 1 / (algo.unroll * cfg.envs), algo.replay.updates_per_step / UPDATES
     calls = dict.fromkeys(PARTS, per_update) | dict.fromkeys(("emulator", "acting", "writing"), per_unroll)
-    cost = {name: calls[name] * seconds[name] for name in PARTS}  # per move
-    playing = cost["emulator"] + cost["acting"]
-    bounds = {"in_turn": 1 / (playing + cost["learning"]), "side_by_side": 1 / max(playing, cost["learning"])}
-    # parts that were measured on all cores cannot share them and be as fast
+    cost = {name: calls[name] * seconds[name] for name in PARTS}  # seconds per step
+    acting = cost["emulator"] + cost["acting"]
+    bounds = {"in_turn": 1 / (acting + cost["learning"]), "side_by_side": 1 / max(acting, cost["learning"])}
+    # parts that were measured on all cores are slower when they share them
     apart = cfg.runtime == "overlap" and cores() >= 2 * threads
     ideal = bounds["side_by_side" if apart else "in_turn"]
-    moves, updates = (statistics.median(rates[1:]) for rates in (loop.moves, loop.updates))  # the first is warm-up
+    steps, updates = (statistics.median(rates[1:]) for rates in (loop.steps, loop.updates))  # the first is warm-up
     rates = {name: 1 / s for name, s in cost.items()} | bounds
-    waiting = moves * (cost["sampling"] + cost["write_back"])
-    return rates | {"ideal": ideal, "loop": moves, "updates": updates, "share": moves / ideal, "waiting": waiting}
+    waiting = steps * (cost["sampling"] + cost["write_back"])
+    return rates | {"ideal": ideal, "loop": steps, "updates": updates, "share": steps / ideal, "waiting": waiting}
 
 
-def main(cfg: Settings) -> dict[str, Any]:
+def main(cfg: QAtariBench) -> dict[str, Any]:
     r = measure(cfg)
     algo = cfg.experiment().algo
     assert isinstance(algo, Apex | R2d2)
@@ -234,21 +238,21 @@ def main(cfg: Settings) -> dict[str, Any]:
     table = Table(
         title=f"{cfg.title} on {cfg.game}, {cfg.runtime}: {setting}", title_justify="left", box=None, padding=(0, 2)
     )
-    for column in ("part", "moves/s alone", "µs per move", "of the loop's time"):
+    for column in ("part", "steps/s alone", "µs per step", "of the loop's time"):
         table.add_column(column, justify="left" if column == "part" else "right")
     for name, text in PARTS.items():
         table.add_row(text, f"{r[name]:,.0f}", f"{1e6 / r[name]:,.1f}", f"{100 * r['loop'] / r[name]:.1f}%")
     console = Console(width=110)
     console.print(table)
     for name, text in BOUNDS.items() if cfg.runtime == "overlap" else [("in_turn", BOUNDS["in_turn"])]:
-        meant = ", the ideal meant here" if r["ideal"] == r[name] else ""
-        console.print(f"  {text}: {r[name]:,.0f} moves/s{meant}")
+        is_ideal = ", the ideal here" if r["ideal"] == r[name] else ""
+        console.print(f"  {text}: {r[name]:,.0f} steps/s{is_ideal}")
     if cfg.runtime == "overlap":
-        console.print("  (side by side is meant where there are two cores for each thread: else both want the same)")
-    rates = f"{r['loop']:,.0f} moves/s, {r['updates']:,.1f} updates/s"
+        console.print("  (the second is the ideal where there are two cores per thread)")
+    rates = f"{r['loop']:,.0f} steps/s, {r['updates']:,.1f} updates/s"
     every = f"an update every {1 / algo.replay.updates_per_step:.0f} steps"
     console.print(f"  loop, {every}: {rates}, {100 * r['share']:.0f}% of the ideal")
-    aside = "; waiting for the actor aside" if cfg.runtime == "overlap" else ""
+    aside = "; without waiting for the actor" if cfg.runtime == "overlap" else ""
     share = f"{100 * r['waiting']:.1f}% of the time"
     console.print(f"  the learner waits for data {share} (sampling, writing priorities back{aside})")
     return r

@@ -1,4 +1,4 @@
-"""How fast experience is drawn by priority: the tree against others, then the whole replay, pictures and all."""
+"""Speed of prioritized sampling: the sum tree against others, then the whole replay with images."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,51 +24,53 @@ from bestiary.types import Spec, TimeStep, Trajectory
 
 ALPHA, BETA, FLOOR = 0.6, 0.4, 1e-6
 STREAMS, UNROLL = 32, 20
-SMALL = 32  # a batch
+SMALL_BATCH = 32
 SPEC = Spec("Pong", (1, 84, 84), torch.uint8, 6, 4)
-ALWAYS = 1e9  # updates per move, so that one is always due
+ALWAYS = 1e9  # updates per step: one is always due
 
 Side = Callable[[], object]
 Priorities = Iterator[NDArray[np.float64]]
 
 
 @dataclass(frozen=True)
-class Settings:
+class ReplayBench:
     """bestiary bench replay"""
 
     capacity: Count = 1_000_000
-    """priorities, where trees are compared"""
+    """number of priorities in the comparison of trees"""
     batch: int = 512
-    rows: Count = 100_000
-    """moves in the whole replay, 7 kB each"""
+    """batch size (Ape-X: 512)"""
+    steps: Count = 100_000
+    """capacity of the whole replay in transitions, 7 kB each"""
     batches: int = 100
-    """that every side draws in a round"""
+    """batches that each alternative samples per round"""
     rounds: int = 9
+    """rounds, in which the alternatives take turns; medians are reported"""
 
     def __post_init__(self) -> None:
         if min(self.capacity, self.batch, self.batches, self.rounds) < 1:
             raise UserError("capacity, batch, batches and rounds must be at least 1")
         least = max(STREAMS * UNROLL, warmup(self.batch))
-        if self.rows < least:
-            raise UserError(f"rows={self.rows} do not hold a batch of {self.batch}: raise it to {least}")
+        if self.steps < least:
+            raise UserError(f"steps={self.steps} do not hold a batch of {self.batch}: raise it to {least}")
 
 
 def warmup(batch: int) -> int:
-    """Moves before the first batch: the least that Ape-X allows, whose items have seven rows."""
-    return STREAMS * 7 + max(batch, SMALL)
+    """Transitions before the first batch: the minimum that Ape-X allows, whose items have seven steps."""
+    return STREAMS * 7 + max(batch, SMALL_BATCH)
 
 
-def new_priorities(cfg: Settings, batch: int) -> Priorities:
-    """Over and over the same, so that making them costs no side anything."""
+def new_priorities(cfg: ReplayBench, batch: int) -> Priorities:
+    """New priorities in a cycle, so that generating them costs no alternative any time."""
     return cycle(np.random.default_rng(1).random((cfg.batches, batch)))
 
 
 # -- the tree -------------------------------------------------------------------------------------------------------
-# Each side draws a batch, one item from each of equal parts of all priorities, weighs it, and takes new priorities,
-# which it raises to the power of alpha itself.
+# Each alternative samples a batch (stratified), computes importance sampling weights, and sets new priorities, which it
+# raises to the power of alpha itself.
 
 
-def with_tree(tree: SumTree, cfg: Settings, batch: int) -> Side:
+def with_tree(tree: SumTree, cfg: ReplayBench, batch: int) -> Side:
     rng, priorities = np.random.default_rng(0), new_priorities(cfg, batch)
 
     def run() -> None:
@@ -80,8 +82,8 @@ def with_tree(tree: SumTree, cfg: Settings, batch: int) -> Side:
     return run
 
 
-def with_sums(cfg: Settings, weights: NDArray[np.float64]) -> Side:
-    """What one would write first: all sums anew for every batch."""
+def with_sums(cfg: ReplayBench, weights: NDArray[np.float64]) -> Side:
+    """The naive way: cumulative sums of all priorities for every batch."""
     weights = weights.copy()
     rng, priorities = np.random.default_rng(0), new_priorities(cfg, cfg.batch)
 
@@ -96,8 +98,8 @@ def with_sums(cfg: Settings, weights: NDArray[np.float64]) -> Side:
     return run
 
 
-def with_cpprb(cfg: Settings, first: NDArray[np.float64]) -> Side | None:
-    """Its buffer of items that hold a single number; None: it is not installed."""
+def with_cpprb(cfg: ReplayBench, first: NDArray[np.float64]) -> Side | None:
+    """cpprb's prioritized buffer with items of a single number; None: it is not installed."""
     try:
         cpprb: Any = import_module("cpprb")
     except ImportError:
@@ -108,14 +110,14 @@ def with_cpprb(cfg: Settings, first: NDArray[np.float64]) -> Side | None:
 
     def run() -> None:
         for _ in range(cfg.batches):
-            drawn = buffer.sample(cfg.batch, beta=BETA)
-            buffer.update_priorities(drawn["indexes"], next(priorities))
+            sampled = buffer.sample(cfg.batch, beta=BETA)
+            buffer.update_priorities(sampled["indexes"], next(priorities))
 
     return run
 
 
-def trees(cfg: Settings) -> dict[str, float]:
-    """Batches per second of every side."""
+def trees(cfg: ReplayBench) -> dict[str, float]:
+    """Batches per second of every alternative."""
     first = np.random.default_rng(2).random(cfg.capacity)
     weights = np.maximum(first, FLOOR) ** ALPHA
     tree = SumTree(cfg.capacity)
@@ -133,27 +135,27 @@ def trees(cfg: Settings) -> dict[str, float]:
 # -- the whole replay -----------------------------------------------------------------------------------------------
 
 
-def full_replay(cfg: Settings, batch: int) -> PrioritizedReplay:
-    """Of Ape-X on pictures that a random agent might have seen."""
-    settings = Prioritized(batch, cfg.rows, warmup(batch), updates_per_step=ALWAYS)
+def full_replay(cfg: ReplayBench, batch: int) -> PrioritizedReplay:
+    """A full Ape-X replay with random images."""
+    settings = Prioritized(batch, cfg.steps, warmup(batch), updates_per_step=ALWAYS)
     algo = Apex(replay=settings, unroll=UNROLL)
     replay = algo.replay_builder(STREAMS).build(0, SPEC)
     rng, shape = torch.Generator().manual_seed(0), (UNROLL + 1, STREAMS)
-    nowhere, action = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.long)
+    no, action = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.long)
     obs = torch.randint(0, 256, (*shape, *SPEC.obs_shape), dtype=torch.uint8, generator=rng)
-    step = TimeStep(obs, action, torch.zeros(shape), nowhere, nowhere)
+    step = TimeStep(obs, action, torch.zeros(shape), no, no)
     while replay.ring.newest < replay.ring.slots:
         q = torch.randn(*shape, SPEC.num_actions, generator=rng)
         replay.add(Trajectory(step, action, {"q": q}, (), action[0]))
     return replay
 
 
-def whole(cfg: Settings, batch: int) -> dict[str, float]:
-    """Microseconds per batch: all of it, and of that the tree and the copying of rows."""
+def whole(cfg: ReplayBench, batch: int) -> dict[str, float]:
+    """Microseconds per batch of the whole replay, of its sum tree alone and of copying the time steps alone."""
     replay = full_replay(cfg, batch)
     rng, priorities = np.random.default_rng(0), new_priorities(cfg, batch)
-    drawn = cycle([np.divmod(replay.tree.sample(batch, rng)[0], STREAMS) for _ in range(cfg.batches)])
-    rows = np.arange(replay.item_steps)[:, None]
+    sampled = cycle([np.divmod(replay.tree.sample(batch, rng)[0], STREAMS) for _ in range(cfg.batches)])
+    offsets = np.arange(replay.item_steps)[:, None]
 
     def sample_and_update() -> None:
         for _ in range(cfg.batches):
@@ -164,8 +166,8 @@ def whole(cfg: Settings, batch: int) -> dict[str, float]:
 
     def copy() -> None:
         for _ in range(cfg.batches):
-            place, stream = next(drawn)
-            replay.ring.gather(replay.ring.step_in(place) + rows, stream)
+            slot, stream = next(sampled)
+            replay.ring.gather(replay.ring.step_in(slot) + offsets, stream)
 
     sides = {"whole": sample_and_update, "tree": with_tree(replay.tree, cfg, batch), "copying": copy}
     micros = {name: 1e6 * s / cfg.batches for name, s in medians(sides, cfg.rounds).items()}
@@ -179,21 +181,21 @@ def new_table(title: str, *columns: str) -> Table:
     return table
 
 
-def main(cfg: Settings) -> dict[str, Any]:
+def main(cfg: ReplayBench) -> dict[str, Any]:
     tune_malloc()
     torch.set_num_threads(1)
     console = Console(width=110)
     rates = trees(cfg)
-    title = f"draw {cfg.batch} of {cfg.capacity:,}, weigh, take new priorities: one thread"
-    table = new_table(title, "", "batches/s", "the tree is faster by")
-    names = {"tree": "tree of sums", "cpprb": "cpprb", "sums": "NumPy, all sums anew"}
+    title = f"sample {cfg.batch} of {cfg.capacity:,}, compute weights, set new priorities: one thread"
+    table = new_table(title, "", "batches/s", "speed-up by the tree")
+    names = {"tree": "sum tree", "cpprb": "cpprb", "sums": "NumPy, cumulative sums"}
     for side, rate in rates.items():
         table.add_row(names[side], f"{rate:,.0f}", "" if side == "tree" else f"{rates['tree'] / rate:.1f}x")
     console.print(table)
-    results: dict[str, Any] = {"draws": rates}
-    title = f"Ape-X, 84x84 pictures, {cfg.rows:,} moves kept: sample and update, one thread"
-    table = new_table(title, "batch", "batches/s", "µs", "of that the tree", "copying rows", "share of copying")
-    for batch in (cfg.batch, SMALL):
+    results: dict[str, Any] = {"sampling": rates}
+    title = f"Ape-X, 84x84 images, capacity {cfg.steps:,} transitions: sample and update, one thread"
+    table = new_table(title, "batch", "batches/s", "µs", "sum tree alone", "copying alone", "copying / whole")
+    for batch in (cfg.batch, SMALL_BATCH):
         r = results[f"apex-{batch}"] = whole(cfg, batch)
         numbers = [f"{r[k]:,.0f}" for k in ("rate", "whole", "tree", "copying")]
         table.add_row(str(batch), *numbers, f"{100 * r['share']:.0f}%")

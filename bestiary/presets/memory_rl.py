@@ -1,8 +1,8 @@
 """Ni et al. 2023, When Do Transformers Shine in RL?: every task, length and budget of its figures 3 and 6.
 
-Its budgets are episodes; the row that opens an episode counts as a frame here, so frames are episodes x (horizon + 1).
-It played one environment and made a quarter of an update per step; several are played here, at the same ratio. Its
-dropout was also active while acting and in targets; here it never is.
+The paper's budgets are episodes; here the first step of an episode counts as a frame, so frames are episodes x
+(horizon + 1). The paper plays one environment with a quarter of an update per step; here several are played
+with the same updates per step. The paper's dropout is also active while acting and in targets; here it is not.
 """
 
 import math
@@ -28,7 +28,7 @@ def lstm(layers: int) -> Lstm:
 
 
 def gpt(width: int, layers: int, heads: int, horizon: int) -> Gpt:
-    # the input is as wide as the core; GPT-2's first weights
+    # without projection the input is as wide as the core; weights are initialised as in GPT-2
     return Gpt(width, layers, heads, window=horizon + 1, dropout=0.1, project=False, weight_std=0.02)
 
 
@@ -54,13 +54,13 @@ def dqn(env: TMaze, horizon: int, episodes: int, core: CoreConfig, units: tuple[
         env=env,
         algo=Dqn(
             **shared_settings(horizon),
-            epsilon_fraction=0.1,  # from 1 to one over the horizon
+            epsilon_fraction=0.1,  # from 1 to 1 / horizon
         ),
         core=core,
         net=Net(encoder=Mlp(hidden_size=units[0]), action_units=units[1], prev_reward=False),
         runtime=Local(envs=ENVS),
         frames=(WARMUP + episodes) * (horizon + 1),
-        evaluation=Evaluation(every=episodes // 50 * (horizon + 1), episodes=100),  # it: 10 episodes every 10
+        evaluation=Evaluation(every=episodes // 50 * (horizon + 1), episodes=100),  # paper: 10 episodes every 10
     )
 
 
@@ -77,12 +77,12 @@ def sac(env: VisualMatch | KeyToDoor, horizon: int, episodes: int, core: CoreCon
         net=Net(encoder=SmallCnn(hidden_size=100), prev_action=False, prev_reward=False),
         runtime=Local(envs=ENVS),
         frames=(WARMUP + episodes) * (horizon + 1),
-        evaluation=Evaluation(every=episodes // 50 * (horizon + 1), episodes=100),  # it: 20 episodes every 50
+        evaluation=Evaluation(every=episodes // 50 * (horizon + 1), episodes=100),  # paper: 20 episodes every 50
     )
 
 
 def experiment(task: str, length: int, memory: str, seed: int = 0) -> Experiment:
-    """A task of the paper at one of its lengths, with the settings its commands give to each memory."""
+    """A task of the paper at one of its lengths, with the settings of its published commands for each core."""
     return replace(_published(task, length, memory), seed=seed)
 
 
@@ -105,10 +105,10 @@ def _published(task: str, length: int, memory: str) -> Experiment:
     return sac(env, horizon, episodes, core)
 
 
-# -- quick answers on a laptop: small memories, larger steps, fewer of them ------------------------------------------
+# -- quick to train on a laptop: small cores, larger learning rates, fewer updates ------------------------------------
 
 SMALL: dict[str, Any] = {"width": 32, "layers": 1, "heads": 4, "feedforward": 64}
-# keys of length one, written over rather than added up: what repeats does not wash out what was seen once
+# delta rule with normalised keys: repeated observations overwrite themselves, and nothing that was seen once
 KEYS: dict[str, Any] = {"feature_map": "silu", "beta_bias": 2.0}
 
 
@@ -118,10 +118,10 @@ SMALL_CORES = (
 
 
 def small_core(memory: str, horizon: int) -> CoreConfig:
-    """A memory of a few thousand weights with room for the whole episode."""
+    """A core of a few thousand weights whose memory spans the whole episode."""
     if memory in ("lstm", "gru"):
         return {"lstm": Lstm, "gru": Gru}[memory](hidden=64, chrono=2 * horizon)
-    made: dict[str, CoreConfig] = {
+    cores: dict[str, CoreConfig] = {
         "ff": Ff(),
         "gpt": Gpt(**SMALL, window=horizon + 1, positions="learned"),
         "linear-transformer": LinearTransformer(**SMALL, feature_map="silu"),
@@ -129,11 +129,11 @@ def small_core(memory: str, horizon: int) -> CoreConfig:
         "recurrent-delta-net": RecurrentDeltaNet(**SMALL, **KEYS),
         "delta-rnn": DeltaRnn(**SMALL, **KEYS),
     }
-    return made[memory]
+    return cores[memory]
 
 
 def quick_tmaze(length: int, active: bool = False, memory: str = "delta-net", episodes: int = 2_000) -> Experiment:
-    """Settings that hold from ten steps to thousands."""
+    """Settings that work for corridors of ten to thousands of cells."""
     horizon, envs = length + (3 if active else 1), 16
     frames = episodes * (horizon + 1)
     return Experiment(
@@ -178,7 +178,7 @@ def quick_grid(env: VisualMatch | KeyToDoor, horizon: int, memory: str, episodes
                 updates_per_step=min(0.01, 1 / horizon),  # at most one update per episode: long ones cost more
             ),
             unroll=horizon + 1,
-            discount=None,  # of as many steps as an episode has
+            discount=None,  # 1 - 1 / horizon
             tau=0.02,
             td_weight_exponent=1.0,  # few transitions of an episode depend on what was seen long before
             temperature=0.05,
@@ -200,12 +200,12 @@ def quick_grid(env: VisualMatch | KeyToDoor, horizon: int, memory: str, episodes
 def quick(task: str, length: int, memory: str = "delta-net", seed: int = 0, episodes: int | None = None) -> Experiment:
     """A task with settings that learn within minutes."""
     if task in ("tmaze-passive", "tmaze-active"):
-        made = quick_tmaze(length, task == "tmaze-active", memory, episodes or 2_000)
+        chosen = quick_tmaze(length, task == "tmaze-active", memory, episodes or 2_000)
     elif task == "visual-match":
-        made = quick_grid(VisualMatch(length), length + 30, memory, episodes or 6_000)
+        chosen = quick_grid(VisualMatch(length), length + 30, memory, episodes or 6_000)
     else:
-        made = quick_grid(KeyToDoor(length), length + 25, memory, episodes or 6_000)
-    return replace(made, seed=seed)
+        chosen = quick_grid(KeyToDoor(length), length + 25, memory, episodes or 6_000)
+    return replace(chosen, seed=seed)
 
 
 tmaze = quick_tmaze(50)

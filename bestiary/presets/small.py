@@ -24,8 +24,8 @@ recall = Experiment(
         lr_decay="linear",
         optimizer=Adam(lr=5e-3),
     ),
-    core=Lstm(hidden=64, chrono=20),  # rows: without it the gates forget too fast to learn at this rate
-    # the previous action would let an agent without memory carry the answer in its own moves
+    core=Lstm(hidden=64, chrono=20),  # steps: without it the gates forget too fast to learn at this learning rate
+    # with the previous action an agent without memory could store the answer in its own actions
     net=Net(encoder=Mlp(hidden_size=64), prev_action=False, prev_reward=False),
     runtime=Local(envs=32),
     frames=400_000,  # = agent steps: no frame skip
@@ -88,7 +88,7 @@ pong = Experiment(
         reduction="mean",
         grad_norm=0.5,
         lr_decay="linear",
-        optimizer=RmsProp(lr=7e-4, eps=1e-5),  # epsilon outside the root: a larger one swamps these small gradients
+        optimizer=RmsProp(lr=7e-4, eps=1e-5),  # epsilon outside the root: a larger one dominates these small gradients
     ),
     core=Ff(),
     net=Net(encoder=Shallow(hidden_size=512), frame_stack=4, init="orthogonal"),
@@ -99,7 +99,7 @@ pong = Experiment(
 
 riverraid = replace(
     pong,
-    # --env.reward pacifist:20: what is learnt; all rewards are on record. The game itself knows no chance: sticky does
+    # --env.reward pacifist:20 is the training reward; all rewards are recorded. Sticky actions make the game stochastic
     env=Riverraid(sticky=0.25),
     frames=8_000_000,  # = 2M agent steps
     evaluation=Evaluation(every=2_000_000, episodes=8),

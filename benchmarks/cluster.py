@@ -4,7 +4,7 @@
     python benchmarks/cluster.py recall     # R2D2 on Recall
 
 The cluster has three hosts on one machine. Each host is a network namespace with its own address and Ray node. This
-needs root, the command `ip` and the extra `ray`. The script prints a table and writes it to benchmarks/cluster/NAME.csv.
+needs root, the command `ip` and the extra `ray`. It prints a table and writes it to benchmarks/cluster/NAME.csv.
 """
 
 import csv

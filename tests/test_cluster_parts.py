@@ -2,6 +2,8 @@
 
 import asyncio
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -247,7 +249,7 @@ def inference_server(**runtime: Any) -> tuple[Any, Any]:
     return InferenceServer(WorkerSpec(e.to_json(), ()), env_batch.spec), env_batch
 
 
-def test_the_server_keeps_state_per_actor_and_returns_it_at_trajectory_starts():
+def test_the_server_returns_an_actors_state_at_trajectory_starts():
     from bestiary.runtime.ray.wire import pack
 
     server, env_batch = inference_server()
@@ -485,3 +487,10 @@ def test_a_learner_that_waits_for_a_silent_shard_has_time_to_report_it(monkeypat
     driver.tasks = {object(): Task("learn", 0, time.monotonic() - 2.1 * timeout)}
     with pytest.raises(ProcessLost, match="the learner did not answer within"):
         driver._check_timeouts()
+
+
+def test_checking_a_node_does_not_import_pytorch():
+    """Every node runs the check in a new process before the driver can place the workers."""
+    script = "import sys, bestiary.runtime.ray.cluster; print('ray' in sys.modules, 'torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["True", "False"]

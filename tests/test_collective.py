@@ -109,12 +109,12 @@ def part_of(batch: Batch, collective: Distributed, joint: bool) -> Batch | None:
     """This learner's part of a batch, as a replay of its own would return it."""
     if joint and batch.is_critic_refresh:  # one learner alone may refresh a joint critic
         return batch if collective.rank == 0 else None
-    mine = divide(batch, collective.size)[collective.rank]
-    if mine.weight is None:
-        return mine
-    largest = mine.weight.max()  # such a replay does not know the largest weight elsewhere
-    return mine._replace(
-        weight=mine.weight / largest, info={"max_importance_weight": largest * batch.info["max_importance_weight"]}
+    part = divide(batch, collective.size)[collective.rank]
+    if part.weight is None:
+        return part
+    largest = part.weight.max()  # such a replay does not know the largest weight elsewhere
+    return part._replace(
+        weight=part.weight / largest, info={"max_importance_weight": largest * batch.info["max_importance_weight"]}
     )
 
 
@@ -152,43 +152,43 @@ def learn(collective: Distributed, case: Any, spec: Spec, batches: list[Batch]) 
     learner = new_learner(experiment_of(case), spec, seed=collective.rank)  # different initial weights
     collective.broadcast_state(learner)
     joint = isinstance(learner, ReturnConditionedLearner) and learner.cfg.critic == "joint"
-    mine = [part_of(batch, collective, joint) for batch in batches]
-    return train_on(learner, [batch for batch in mine if batch is not None])
+    parts = [part_of(batch, collective, joint) for batch in batches]
+    return train_on(learner, [batch for batch in parts if batch is not None])
 
 
 def diverge(collective: Distributed, case: Any, spec: Spec, batches: list[Batch]) -> tuple[str, bool, dict[str, float]]:
     """The last learner receives a reward that is NaN, once."""
     learner = new_learner(experiment_of(case), spec, seed=collective.rank)
     collective.broadcast_state(learner)
-    mine = [divide(batch, collective.size)[collective.rank] for batch in batches]
-    step = mine[0].trajectory.step
+    parts = [divide(batch, collective.size)[collective.rank] for batch in batches]
+    step = parts[0].trajectory.step
     bad = step._replace(reward=step.reward * (float("nan") if collective.rank else 1.0))
     before = tree.map(torch.clone, dict(learner.agent.state_dict()))
     message = ""
     try:
-        learner.update(mine[0]._replace(trajectory=mine[0].trajectory._replace(step=bad)))
+        learner.update(parts[0]._replace(trajectory=parts[0].trajectory._replace(step=bad)))
     except Diverged as e:
         message = str(e)
     intact = all(torch.equal(before[k], v) for k, v in learner.agent.state_dict().items())
-    return message, intact, train_on(learner, mine[1:2])["metrics"][0]
+    return message, intact, train_on(learner, parts[1:2])["metrics"][0]
 
 
 def lose(collective: Distributed, case: Any, spec: Spec, batches: list[Batch], how: str) -> tuple[str, float]:
     """The last learner dies or sleeps after two updates."""
     learner = new_learner(experiment_of(case), spec, seed=0)
     collective.broadcast_state(learner)
-    mine = [divide(batch, collective.size)[collective.rank] for batch in batches]
-    train_on(learner, mine[:2])
+    parts = [divide(batch, collective.size)[collective.rank] for batch in batches]
+    train_on(learner, parts[:2])
     if collective.rank and how == "dies":
         os._exit(1)
     if collective.rank:
         time.sleep(collective.timeout_seconds + 1)
         return "", 0.0
-    began = time.monotonic()
+    started = time.monotonic()
     try:
-        learner.update(mine[2])
+        learner.update(parts[2])
     except PeerLost as e:
-        return str(e), time.monotonic() - began
+        return str(e), time.monotonic() - started
     return "no error was raised", 0.0
 
 
@@ -215,12 +215,12 @@ class LearnerPair:
         ends = [context.Pipe() for _ in range(size)]
         self.pipes = [own for own, _ in ends]
         self.processes = [
-            context.Process(target=learner_process, args=(rank, size, theirs), daemon=True)
-            for rank, (_, theirs) in enumerate(ends)
+            context.Process(target=learner_process, args=(rank, size, remote), daemon=True)
+            for rank, (_, remote) in enumerate(ends)
         ]
-        for process, (_, theirs) in zip(self.processes, ends, strict=True):
+        for process, (_, remote) in zip(self.processes, ends, strict=True):
             process.start()
-            theirs.close()
+            remote.close()
         assert [self._answer(pipe) for pipe in self.pipes] == ["ready"] * size
 
     def do(self, name: str, *args: Any, address: str | None = None, timeout: float = TIMEOUT) -> list[Any]:
@@ -346,12 +346,12 @@ def test_ranks_begin_at_zero():
 
 
 def test_waiting_for_other_learners_ends_after_the_timeout(tmp_path):
-    began = time.monotonic()
+    started = time.monotonic()
     with pytest.raises(UserError, match=r"learner 0 of 2 found no group at tcp://127\.0\.0\.1:\d+ within 1 s"):
         join(0, 2, rendezvous(), timeout_seconds=1)
     with pytest.raises(UserError, match="learner 1 of 2 found no group"):
         join(1, 2, f"file://{tmp_path}/nobody", timeout_seconds=1)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - started < 20
 
 
 def test_a_port_in_use_is_refused():
@@ -385,12 +385,12 @@ def test_nothing_listens_beyond_loopback():
 
 def listening() -> set[tuple[str, str]]:
     """(address, inode) of the sockets on which this process listens."""
-    mine = set()
+    sockets = set()
     for handle in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
-            mine.add(os.readlink(handle))
+            sockets.add(os.readlink(handle))
     rows = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]]
-    return {(r[1].split(":")[0], r[9]) for r in rows if r[3] == "0A" and f"socket:[{r[9]}]" in mine}
+    return {(r[1].split(":")[0], r[9]) for r in rows if r[3] == "0A" and f"socket:[{r[9]}]" in sockets}
 
 
 # -- parts of a batch -------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The loop: reproducible, resumable, bounded in memory, loud when something breaks."""
+"""The local and overlapped runtimes: reproducible, resumable, bounded in memory, and errors are raised."""
 
 import csv
 import gc
@@ -78,7 +78,7 @@ def test_every_core_survives_a_resume_exactly(tmp_path):
         assert same(weights(whole), weights(interrupted(experiment, tmp_path / name / "parts", 400)))
 
 
-def test_dropout_resumes_exactly_and_does_not_notice_evaluations(tmp_path):
+def test_dropout_resumes_exactly_and_is_independent_of_evaluations(tmp_path):
     small = DeltaNet(width=8, heads=2, layers=1, feedforward=8, dropout=0.3)
     experiment = tiny(core=small, frames=1_500)
     whole = bestiary.train(experiment, tmp_path / "whole")
@@ -89,8 +89,8 @@ def test_dropout_resumes_exactly_and_does_not_notice_evaluations(tmp_path):
     assert not same(weights(whole), weights(without))
 
 
-def test_a_gpt_learns_from_the_memory_its_actor_had(tmp_path):
-    """Acting writes into the memory in place: what a trajectory starts from must not change under it."""
+def test_a_gpt_learns_from_the_core_state_its_actor_had(tmp_path):
+    """Acting writes into the core state in place, but a trajectory must keep the state from which it started."""
     small = Gpt(width=8, heads=2, layers=1, feedforward=8, window=3)
     runtime = start(tiny(core=small))
     agent, rhos = runtime.learner.agent, []
@@ -103,14 +103,14 @@ def test_a_gpt_learns_from_the_memory_its_actor_had(tmp_path):
     assert max(rhos) < 1e-5
 
 
-def test_a_run_goes_on_with_another_number_of_environments(tmp_path):
+def test_a_run_resumes_with_another_number_of_environments(tmp_path):
     interrupted(tiny(), tmp_path / "run", 900)
     wider = tiny(frames=4_000, runtime=Local(envs=8, threads=1))
     run = bestiary.train(wider, tmp_path / "run")
     assert int(rows(run)[-1]["frames"]) >= 3_800
 
 
-def test_leaving_the_loop_saves(tmp_path):
+def test_leaving_the_loop_saves_a_checkpoint(tmp_path):
     for progress in bestiary.iterate(tiny(), tmp_path / "run"):
         if progress.frames > 500:
             break
@@ -126,13 +126,13 @@ def test_metrics_have_one_set_of_columns_and_frames_that_only_grow(tmp_path):
     assert len(widths) == 1
 
 
-def test_success_is_written_where_there_is_such_a_thing(tmp_path):
+def test_success_is_written_if_the_environment_defines_it(tmp_path):
     often = Evaluation(every=1_000, episodes=4)
     both = (TMaze(2), Recall(3))
     maze, recall = (bestiary.train(tiny(e, evaluation=often), tmp_path / type(e).__name__) for e in both)
-    games = rows(maze, "episodes.csv")
-    assert {r["success"] for r in games} == {"0", "1"}
-    assert all((r["success"] == "1") == (r["life_returns"] in ("1", "0.5")) for r in games)
+    episodes = rows(maze, "episodes.csv")
+    assert {r["success"] for r in episodes} == {"0", "1"}
+    assert all((r["success"] == "1") == (r["life_returns"] in ("1", "0.5")) for r in episodes)
     metrics = rows(maze)
     assert all(0 <= float(r["success"]) <= 1 for r in metrics)
     assert any(0 < float(r["success"]) < 1 for r in metrics)
@@ -141,7 +141,7 @@ def test_success_is_written_where_there_is_such_a_thing(tmp_path):
         assert {r["success"] for r in rows(recall, name)} == {""}
 
 
-def test_a_run_from_before_there_was_success_goes_on_with_its_columns(tmp_path):
+def test_a_run_without_the_column_success_resumes_with_its_columns(tmp_path):
     run = bestiary.train(tiny(TMaze(2), frames=1_500), tmp_path / "run")
     for name in ("episodes.csv", "metrics.csv"):
         old = rows(run, name, without=("success",))
@@ -151,17 +151,17 @@ def test_a_run_from_before_there_was_success_goes_on_with_its_columns(tmp_path):
             writer.writerows(old)
     longer = bestiary.train(tiny(TMaze(2)), run.path)
     for name in ("episodes.csv", "metrics.csv"):
-        told = rows(longer, name)
-        assert int(told[-1]["frames"]) > 2_000
-        assert "success" not in told[-1]
-        assert None not in told[-1]  # no value without a column
+        continued = rows(longer, name)
+        assert int(continued[-1]["frames"]) > 2_000
+        assert "success" not in continued[-1]
+        assert None not in continued[-1]  # no value without a column
 
 
 def test_tensorboard_shows_one_continuous_curve_across_resumes(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.summary.writer import event_file_writer
 
-    # files of one second are told apart by a counter of the process, and read by name: 10 would come before 9
+    # names of files of the same second end in a counter, and files are read by name: 10 would come before 9
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     experiment = tiny(log=Logs(every=200))
     experiment = replace(experiment, checkpoint=Checkpoints(frames=500))
@@ -192,7 +192,7 @@ def test_the_best_checkpoint_is_chosen_by_evaluation(tmp_path):
     assert run.load("best").meta["frames"] == int(newest_first[int(np.argmax(scores[::-1]))]["frames"])
 
 
-def test_several_of_the_best_are_kept(tmp_path):
+def test_several_of_the_best_checkpoints_are_kept(tmp_path):
     experiment = tiny(evaluation=Evaluation(every=300, episodes=12), checkpoint=Checkpoints(best=3))
     run = bestiary.train(experiment, tmp_path / "run")
     scored = [(float(r["score"]), int(r["frames"])) for r in rows(run, "evaluations.csv")]
@@ -203,20 +203,20 @@ def test_several_of_the_best_are_kept(tmp_path):
         Checkpoints(best=0)
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_evaluation_never_touches_the_training_stream(beside, tmp_path):
+@pytest.mark.parametrize("background", [False, True])
+def test_evaluation_never_touches_the_training_stream(background, tmp_path):
     dropout = DeltaNet(width=8, heads=2, layers=1, feedforward=8, dropout=0.3)
-    for core in (Lstm(hidden=8), dropout):  # one draws random numbers while it learns
+    for core in (Lstm(hidden=8), dropout):  # dropout samples random numbers while it learns
         experiment = tiny(core=core, frames=1_500)
         plain = bestiary.train(experiment, tmp_path / f"{core} plain")
-        often = Evaluation(every=300, episodes=5, mode="sampled", epsilon=0.3, background=beside)
+        often = Evaluation(every=300, episodes=5, mode="sampled", epsilon=0.3, background=background)
         evaluated = bestiary.train(replace(experiment, evaluation=often), tmp_path / f"{core} evaluated")
         assert len(rows(evaluated, "evaluations.csv")) > 1
         assert same(weights(plain), weights(evaluated))
         assert rows(plain) == rows(evaluated)
 
 
-def test_evaluations_play_as_they_are_told(tmp_path, monkeypatch):
+def test_evaluations_use_the_mode_of_their_settings(tmp_path, monkeypatch):
     modes = []
     really = evaluation.play_episodes
     monkeypatch.setattr(
@@ -227,32 +227,32 @@ def test_evaluations_play_as_they_are_told(tmp_path, monkeypatch):
     assert modes == ["greedy", "sampled"]
 
 
-# -- evaluation beside training ----------------------------------------------------------------------------------
+# -- background evaluation ---------------------------------------------------------------------------------------
 
 
-BESIDE = tiny(evaluation=Evaluation(every=500, episodes=12, background=True), checkpoint=Checkpoints(best=9))
+BACKGROUND = tiny(evaluation=Evaluation(every=500, episodes=12, background=True), checkpoint=Checkpoints(best=9))
 
 
 class Notes(NullDisplay):
-    """Remembers what it was told, and by whom."""
+    """Records notes, and the frames and calling thread of every evaluation."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
-        self.told: list[tuple[int, str]] = []
+        self.evaluations: list[tuple[int, str]] = []
 
     def activity(self, text):
         self.notes.append(text)
 
     def evaluation(self, frames, episodes):
-        self.told.append((frames, threading.current_thread().name))
+        self.evaluations.append((frames, threading.current_thread().name))
 
 
 def evaluating() -> bool:
     return any(t.name == "evaluation" for t in threading.enumerate())
 
 
-def play_slowly(monkeypatch, until) -> None:
-    """Games beside training last until something has happened, or until they are told to stop."""
+def evaluate_slowly(monkeypatch, until) -> None:
+    """Background evaluations last until a condition holds, or until they are cancelled."""
     really = evaluation.play_episodes
 
     def play(*args, stop, **options):
@@ -271,70 +271,70 @@ def wait_for(what, seconds=60) -> bool:
     return False
 
 
-def test_an_evaluation_beside_training_is_of_the_weights_it_began_with(tmp_path, monkeypatch):
-    still = replace(BESIDE, evaluation=replace(BESIDE.evaluation, background=False))
+def test_a_background_evaluation_uses_the_weights_at_its_start(tmp_path, monkeypatch):
+    still = replace(BACKGROUND, evaluation=replace(BACKGROUND.evaluation, background=False))
     waited = bestiary.train(still, tmp_path / "waited")
     go = threading.Semaphore(0)
-    play_slowly(monkeypatch, lambda: go.acquire(blocking=False) or session.runtime.frames >= BESIDE.frames)
-    session = Session(BESIDE, tmp_path / "beside", screen := Notes())
+    evaluate_slowly(monkeypatch, lambda: go.acquire(blocking=False) or session.runtime.frames >= BACKGROUND.frames)
+    session = Session(BACKGROUND, tmp_path / "background", display := Notes())
     for progress in session:
         if session.background is not None and progress.frames >= session.background.frames + 200:
             go.release()
             assert wait_for(lambda: not session.background.running)
     assert rows(session.run, "evaluations.csv") == rows(waited, "evaluations.csv")
-    assert len(screen.told) > 4
-    assert {name for _, name in screen.told} == {threading.current_thread().name}
+    assert len(display.evaluations) > 4
+    assert {name for _, name in display.evaluations} == {threading.current_thread().name}
     kept = [[checkpoint.load(path) for path in run.saved("best")] for run in (session.run, waited)]
     assert len(kept[0]) > 4
     assert all(same(a.weights, b.weights) and a.meta["score"] == b.meta["score"] for a, b in zip(*kept, strict=True))
     assert not evaluating()
 
 
-def test_what_is_due_while_the_last_still_plays_is_left_out_and_the_end_waits_for_it(tmp_path, monkeypatch):
+def test_an_evaluation_due_while_another_runs_is_skipped(tmp_path, monkeypatch):
     ended = False
-    play_slowly(monkeypatch, lambda: ended)
-    session = Session(BESIDE, tmp_path / "run", screen := Notes())
+    evaluate_slowly(monkeypatch, lambda: ended)
+    session = Session(BACKGROUND, tmp_path / "run", display := Notes())
     for progress in session:
-        ended = progress.frames >= BESIDE.frames
+        ended = progress.frames >= BACKGROUND.frames
     frames = [int(r["frames"]) for r in rows(session.run, "evaluations.csv")]
-    assert frames == [frames[0], session.runtime.frames] == [f for f, _ in screen.told]
+    assert frames == [frames[0], session.runtime.frames] == [f for f, _ in display.evaluations]
     assert 500 <= frames[0] < 600
-    left_out = [text for text in screen.notes if "skipped" in text]
+    left_out = [text for text in display.notes if "skipped" in text]
     assert len(left_out) >= 4
     assert left_out[0].endswith(f"skipped: the one at {frames[0]} is still running")
     assert session.finished
 
 
-def test_stopping_breaks_off_an_evaluation_beside_training_and_a_resume_makes_up_for_it(tmp_path, monkeypatch):
-    play_slowly(monkeypatch, lambda: False)
-    session = Session(BESIDE, tmp_path / "run", NullDisplay(), lambda: session.runtime.frames > 900)
+def test_stopping_cancels_a_background_evaluation_and_resuming_repeats_it(tmp_path, monkeypatch):
+    evaluate_slowly(monkeypatch, lambda: False)
+    session = Session(BACKGROUND, tmp_path / "run", NullDisplay(), lambda: session.runtime.frames > 900)
     for _ in session:
-        begun = session.background is not None
-    assert begun and not evaluating() and not session.finished
+        started = session.background is not None
+    assert started and not evaluating() and not session.finished
     assert rows(session.run, "evaluations.csv") == []
     monkeypatch.undo()
-    frames = [int(r["frames"]) for r in rows(bestiary.train(BESIDE, tmp_path / "run"), "evaluations.csv")]
+    frames = [int(r["frames"]) for r in rows(bestiary.train(BACKGROUND, tmp_path / "run"), "evaluations.csv")]
     assert 900 < frames[0] < 1_000
 
 
 def test_stopping_while_the_end_waits_for_an_evaluation_does_not_hang(tmp_path, monkeypatch):
-    play_slowly(monkeypatch, lambda: False)
+    evaluate_slowly(monkeypatch, lambda: False)
     asked = 0
 
     def stop():
         nonlocal asked
-        asked += session.runtime.frames >= BESIDE.frames
+        asked += session.runtime.frames >= BACKGROUND.frames
         return asked > 5
 
-    session = Session(BESIDE, tmp_path / "run", NullDisplay(), stop)
+    session = Session(BACKGROUND, tmp_path / "run", NullDisplay(), stop)
     for _ in session:
         pass
     assert not evaluating() and not session.finished
     assert rows(session.run, "evaluations.csv") == []
 
 
-def test_leaving_the_loop_keeps_an_evaluation_that_was_played_to_its_end(tmp_path):
-    session = Session(BESIDE, tmp_path / "run", NullDisplay())
+def test_leaving_the_loop_keeps_an_evaluation_that_has_finished(tmp_path):
+    session = Session(BACKGROUND, tmp_path / "run", NullDisplay())
     for _ in session:
         if session.background is not None:
             assert wait_for(lambda: not session.background.running)
@@ -348,16 +348,14 @@ def test_leaving_the_loop_keeps_an_evaluation_that_was_played_to_its_end(tmp_pat
     ("runtime", "whole"),
     [(Local(envs=2, threads=1), True), (Local(envs=2, threads=1), False), (Overlap(envs=2, threads=1), False)],
 )
-def test_when_training_fails_its_evaluation_is_kept_if_whole_and_else_broken_off(runtime, whole, tmp_path, monkeypatch):
+def test_an_error_in_training_keeps_an_evaluation_only_if_it_has_finished(runtime, whole, tmp_path, monkeypatch):
     def play(*_, stop, **__):
         return [Episode(0, 1.0, 1, 1, (1.0,), False)] * 3 if whole or not wait_for(stop) else []
 
     monkeypatch.setattr(evaluation, "play_episodes", play)
-    plan = Evaluation(
-        every=190 if whole else 100, episodes=3, background=True
-    )  # begun at the last rows before it fails
+    plan = Evaluation(every=190 if whole else 100, episodes=3, background=True)  # starts shortly before training fails
     experiment = tiny(Gym("test/Explodes-v0"), net=Net(), runtime=runtime, evaluation=plan)
-    with pytest.raises(ZeroDivisionError, match="own mistake"):
+    with pytest.raises(ZeroDivisionError, match="own error"):
         bestiary.train(experiment, tmp_path / "run")
     assert not evaluating()
     run = Run(tmp_path / "run")
@@ -365,60 +363,60 @@ def test_when_training_fails_its_evaluation_is_kept_if_whole_and_else_broken_off
     assert len(rows(run, "evaluations.csv")) == whole
 
 
-def test_a_mistake_in_an_evaluation_beside_training_is_raised_where_training_is(tmp_path, monkeypatch):
-    def games_with_a_mistake(*_, **__):
-        raise ZeroDivisionError("the games' own mistake")
+def test_an_error_in_a_background_evaluation_is_raised_by_training(tmp_path, monkeypatch):
+    def faulty_episodes(*_, **__):
+        raise ZeroDivisionError("the episodes' own error")
 
-    monkeypatch.setattr(evaluation, "play_episodes", games_with_a_mistake)
-    with pytest.raises(ZeroDivisionError, match="own mistake") as told:
-        bestiary.train(BESIDE, tmp_path / "run")
-    assert "games_with_a_mistake" in [entry.name for entry in told.traceback]
-    assert 500 <= Run(tmp_path / "run").load().meta["frames"] < BESIDE.frames
+    monkeypatch.setattr(evaluation, "play_episodes", faulty_episodes)
+    with pytest.raises(ZeroDivisionError, match="own error") as error:
+        bestiary.train(BACKGROUND, tmp_path / "run")
+    assert "faulty_episodes" in [entry.name for entry in error.traceback]
+    assert 500 <= Run(tmp_path / "run").load().meta["frames"] < BACKGROUND.frames
     assert not evaluating()
 
 
-def test_networks_for_an_evaluation_are_built_where_training_is_and_leave_its_stream_alone(monkeypatch):
-    """Another thread would draw their first weights between the random numbers of training."""
+def test_building_an_evaluations_network_leaves_training_unchanged(monkeypatch):
+    """It is built in the training thread: another thread would interleave its random numbers with training's."""
     builders = []
     really = evaluation.build_agent
     monkeypatch.setattr(
         evaluation, "build_agent", lambda *args: builders.append(threading.current_thread()) or really(*args)
     )
-    runtime = start(BESIDE)
+    runtime = start(BACKGROUND)
     before = torch.get_rng_state()
-    beside = evaluation.ThreadedEvaluation(BESIDE, 0, runtime.weights(), runtime.device)
-    beside.finish(lambda: False)
+    running = evaluation.ThreadedEvaluation(BACKGROUND, 0, runtime.weights(), runtime.device)
+    running.finish(lambda: False)
     runtime.close()
-    assert len(beside.episodes()) == 12
+    assert len(running.episodes()) == 12
     assert builders == [threading.current_thread()]
     assert torch.get_rng_state().equal(before)
 
 
-def test_an_evaluation_beside_training_leaves_it_its_threads():
-    runtime = start(BESIDE)
-    told = []
+def test_a_background_evaluation_does_not_change_trainings_threads():
+    runtime = start(BACKGROUND)
+    threads = []
 
-    def training():  # in a thread of its own, which has not been asked for its number before
+    def training():  # in a thread of its own, in which PyTorch's number of threads has not been read before
         torch.set_num_threads(2)
-        evaluation.ThreadedEvaluation(BESIDE, 0, runtime.weights(), runtime.device).finish()
-        told.append(torch.get_num_threads())
+        evaluation.ThreadedEvaluation(BACKGROUND, 0, runtime.weights(), runtime.device).finish()
+        threads.append(torch.get_num_threads())
 
     thread = threading.Thread(target=training)
     thread.start()
     thread.join()
     runtime.close()
-    assert told == [2]
+    assert threads == [2]
 
 
-def test_acting_learning_and_evaluating_all_at_once(tmp_path):
-    experiment = replace(BESIDE, runtime=Overlap(envs=6, threads=1))
+def test_acting_learning_and_evaluating_can_all_run_in_parallel(tmp_path):
+    experiment = replace(BACKGROUND, runtime=Overlap(envs=6, threads=1))
     run = bestiary.train(experiment, tmp_path / "run")
     frames = [int(r["frames"]) for r in rows(run, "evaluations.csv")]
     assert len(frames) > 1
     assert frames == sorted(set(frames))
 
 
-def test_a_run_directory_explains_itself(tmp_path):
+def test_a_run_directory_holds_settings_versions_and_logs(tmp_path):
     run = bestiary.train(tiny(log=Logs(every=500)), tmp_path / "a" / "run")
     names = {p.name for p in run.path.iterdir()}
     assert {"experiment.json", "versions.json", "metrics.csv", "episodes.csv", "checkpoints", "tensorboard"} <= names
@@ -427,11 +425,11 @@ def test_a_run_directory_explains_itself(tmp_path):
     assert json.loads((run.path / "versions.json").read_text())["torch"]
 
 
-def test_acting_and_learning_overlap_with_a_bounded_and_logged_lag(tmp_path):
+def test_overlapped_acting_and_learning_have_a_bounded_policy_lag(tmp_path):
     experiment = tiny(runtime=Overlap(envs=6, threads=1), frames=6_000)
     run = bestiary.train(experiment, tmp_path / "run")
     lags = [float(r["policy_lag"]) for r in rows(run)]
-    # one unroll in the making and one waiting, each worth at most two updates here
+    # one unroll under way and one waiting; each causes at most two updates here
     assert max(lags) <= 6
     assert max(lags) > 0
     assert not any(t.name == "actor" for t in threading.enumerate())
@@ -453,7 +451,7 @@ class Explodes(gymnasium.Env):
     def step(self, action):
         self.fuse -= 1
         if self.fuse == 0:
-            raise ZeroDivisionError("the environment's own mistake")
+            raise ZeroDivisionError("the environment's own error")
         return np.zeros(2, np.float32), 1.0, False, False, {}
 
 
@@ -461,16 +459,16 @@ gymnasium.register("test/Explodes-v0", Explodes)
 
 
 @pytest.mark.parametrize("runtime", [Local(envs=2, threads=1), Overlap(envs=2, threads=1)])
-def test_an_environment_that_raises_ends_the_run_with_its_error_after_saving(runtime, tmp_path):
+def test_an_error_in_the_environment_ends_the_run_after_saving(runtime, tmp_path):
     experiment = tiny(Gym("test/Explodes-v0"), net=Net(), runtime=runtime)
-    with pytest.raises(ZeroDivisionError, match="own mistake"):
+    with pytest.raises(ZeroDivisionError, match="own error"):
         bestiary.train(experiment, tmp_path / "run")
     saved = Run(tmp_path / "run").load()
     assert 0 < saved.meta["frames"] <= 200
     assert saved.trainer["runtime"]["learner"]["updates"] > 0
 
 
-def test_a_loss_that_is_not_a_number_stops_saves_and_says_where(tmp_path):
+def test_a_loss_of_nan_stops_the_run_saves_and_names_the_update(tmp_path):
     experiment = tiny()
     session = Session(experiment, tmp_path / "run", NullDisplay())
     with pytest.raises(ValueError, match=r"update \d+ gave a loss of nan"):
@@ -506,7 +504,7 @@ OFF_POLICY = {"unroll": 5, "batch_size": 4, "warmup": 50, "updates_per_step": 0.
 
 @pytest.mark.parametrize("algo", ["impala", "dqn", "sac-discrete"])
 @pytest.mark.parametrize("runtime", [Local(envs=6, threads=1), Overlap(envs=6, threads=1)])
-def test_a_run_begins_with_what_another_has_learnt(algo, runtime, tmp_path):
+def test_a_run_can_start_from_the_weights_of_another(algo, runtime, tmp_path):
     chosen = tiny().algo if algo == "impala" else configure(family("algo")[algo], **OFF_POLICY)
     first = bestiary.train(tiny(TMaze(length=3), algo=chosen, frames=1_000), tmp_path / "first")
     second = tiny(TMaze(length=6), algo=chosen, runtime=runtime, init=str(first.path), seed=5)
@@ -520,11 +518,11 @@ def test_a_run_begins_with_what_another_has_learnt(algo, runtime, tmp_path):
             assert same(learner.state_dict()[name], before[name])
     for _ in session:
         break
-    shutil.rmtree(first.path)  # only the beginning needs it
+    shutil.rmtree(first.path)  # only the start needs it
     assert bestiary.train(second, tmp_path / "second").load().meta["frames"] >= second.frames
 
 
-def test_a_beginning_that_does_not_fit_is_refused_before_anything_is_written(tmp_path):
+def test_initial_weights_that_do_not_fit_are_refused_before_writing(tmp_path):
     first = bestiary.train(tiny(frames=1_000), tmp_path / "first")
     for match, wrong in {
         "trained by impala: name a run that was trained by dqn": tiny(
@@ -539,7 +537,7 @@ def test_a_beginning_that_does_not_fit_is_refused_before_anything_is_written(tmp
 
 
 @pytest.mark.parametrize("kept", [None, True, False])
-def test_what_was_played_is_saved_with_the_latest_checkpoint_if_asked_or_if_it_is_little(kept, tmp_path, capsys):
+def test_the_replay_is_saved_on_request_or_if_it_is_small(kept, tmp_path, capsys):
     algo = configure(Dqn, **OFF_POLICY)
     often = Checkpoints(frames=500, keep=3, replay=kept)
     run = bestiary.train(tiny(algo=algo, checkpoint=often, frames=2_000), tmp_path / "run")
@@ -547,12 +545,12 @@ def test_what_was_played_is_saved_with_the_latest_checkpoint_if_asked_or_if_it_i
     assert files == [False, False, kept is not False]
     longer = Session(tiny(algo=algo, checkpoint=often, frames=3_000), run.path, PlainDisplay())
     replay: Any = longer.runtime.replay
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     if kept is False:
-        assert "the replay was not saved" in told
+        assert "the replay was not saved" in output
         assert replay.rate_limiter.steps == 0
     else:
-        assert "the replay was not saved" not in told
+        assert "the replay was not saved" not in output
         assert replay.rate_limiter.steps > 1_000
     for _ in longer:
         pass
@@ -568,7 +566,7 @@ def test_a_damaged_replay_is_refused(tmp_path):
     assert bestiary.evaluate(run, 4, threads=1)["greedy"]["score"]["n"] == 4  # needs no replay
 
 
-def test_a_large_replay_is_not_saved_unasked(tmp_path, monkeypatch):
+def test_a_large_replay_is_saved_only_on_request(tmp_path, monkeypatch):
     monkeypatch.setattr("bestiary.training.session.SMALL_BYTES", 1_000)
     run = bestiary.train(tiny(algo=configure(Dqn, **OFF_POLICY), frames=1_000), tmp_path / "run")
     assert not (run.saved()[-1] / "replay.pt").exists()

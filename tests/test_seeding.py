@@ -1,4 +1,4 @@
-"""Every random number has an address, and no two addresses meet."""
+"""Seeds are derived from addresses, and different addresses give independent random streams."""
 
 import itertools
 
@@ -18,18 +18,18 @@ def test_a_seed_is_a_natural_number_that_fits_in_31_bits():
     assert max(seeds) > 2**30
 
 
-def test_streams_never_meet():
+def test_streams_have_different_seeds():
     streams = (TRAIN, EVAL, ACTIONS, WEIGHTS)
     assert len(set(streams)) == 4
     seeds = [derive(seed, stream, slot) for seed in range(8) for stream in streams for slot in range(64)]
     assert len(set(seeds)) == len(seeds)
 
 
-def test_a_substream_is_of_one_kind_only():
+def test_substreams_of_different_kinds_differ():
     kinds = (TRAIN, EVAL, INSPECTION)
-    told = {kind: {substream(kind, seed, number) for seed in range(20) for number in range(20)} for kind in kinds}
-    assert all(len(streams) == 400 for streams in told.values())
-    assert len(set.union(*told.values()) | set(range(64))) == 3 * 400 + 64
+    found = {kind: {substream(kind, seed, number) for seed in range(20) for number in range(20)} for kind in kinds}
+    assert all(len(streams) == 400 for streams in found.values())
+    assert len(set.union(*found.values()) | set(range(64))) == 3 * 400 + 64
 
 
 def test_the_order_of_an_address_matters():
@@ -37,16 +37,16 @@ def test_the_order_of_an_address_matters():
 
 
 def test_a_longer_address_is_another_address():
-    # slot 0 of a stream is not the stream, and its episode 0 is not the slot
+    # slot 0 of a stream differs from the stream, and its episode 0 from the slot
     seeds = [derive(5, *[0] * zeros) for zeros in range(6)]
     assert len(set(seeds)) == len(seeds)
 
 
-def test_a_large_seed_is_not_two_small_ones():
+def test_a_large_seed_differs_from_two_small_ones():
     assert derive(2**32, TRAIN, 7) != derive(0, EVAL, 0, 7)
 
 
-def test_neighbouring_addresses_share_nothing():
+def test_neighbouring_addresses_have_uncorrelated_seeds():
     bits = np.array([[derive(seed, TRAIN, slot) for slot in range(256)] for seed in range(4)])
     flipped = [bin(int(a) ^ int(b)).count("1") for a, b in zip(bits[:, :-1].flat, bits[:, 1:].flat, strict=True)]
     assert np.mean(flipped) == pytest.approx(31 / 2, abs=0.5)
@@ -58,13 +58,13 @@ def test_hash64_is_splitmix64():
     assert hash64(np.full(4, 1234567), np.arange(4)).tolist() == expected
 
 
-def test_hash64_is_the_same_for_one_and_for_many():
+def test_hash64_of_an_array_equals_hash64_of_its_elements():
     keys, counters = np.arange(20) * 977, np.arange(20) % 7
-    collective = hash64(keys, counters, 3)
-    assert collective.dtype == np.uint64
-    assert collective.shape == (20,)
+    whole = hash64(keys, counters, 3)
+    assert whole.dtype == np.uint64
+    assert whole.shape == (20,)
     for i in range(20):
-        assert hash64(keys[i : i + 1], int(counters[i]), 3)[0] == collective[i]
+        assert hash64(keys[i : i + 1], int(counters[i]), 3)[0] == whole[i]
 
 
 def test_hash64_does_not_change_its_key_or_warn(recwarn):
@@ -74,21 +74,21 @@ def test_hash64_does_not_change_its_key_or_warn(recwarn):
     assert not recwarn.list
 
 
-def test_hash64_tells_counters_and_their_order_apart():
+def test_hash64_depends_on_counters_and_their_order():
     key = np.array([9], np.uint64)
     grid = {int(hash64(key, a, b)[0]) for a in range(64) for b in range(64)}
     assert len(grid) == 64 * 64
     assert hash64(key, 1)[0] != hash64(key, 1, 0)[0]
 
 
-def test_hash64_draws_every_bit_half_of_the_time():
+def test_hash64_sets_every_bit_half_of_the_time():
     n = 20_000
     words = hash64(np.zeros(n, np.uint64), np.arange(n), 1)
     share = [(words >> np.uint64(i) & np.uint64(1)).mean() for i in range(64)]
     assert np.abs(np.array(share) - 0.5).max() < 5 * 0.5 / np.sqrt(n)
 
 
-def test_hash64_draws_small_numbers_evenly():
+def test_hash64_modulo_a_small_number_is_uniform():
     n, k = 30_000, 5
     counts = np.bincount((hash64(np.arange(n), 4, 2) % np.uint64(k)).astype(int), minlength=k)
     chi_square = ((counts - n / k) ** 2 / (n / k)).sum()

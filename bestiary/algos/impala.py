@@ -1,12 +1,12 @@
 """IMPALA (Espeholt et al. 2018): an actor-critic with many actors and V-trace off-policy correction."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from bestiary.algos.base import Agent, apply_gradient
+from bestiary.algos.base import Agent, apply_gradient, load_weights
 from bestiary.algos.exploration import Explorer, FixedExploration
 from bestiary.cores.base import CoreConfig
 from bestiary.errors import UserError
@@ -71,9 +71,27 @@ class ImpalaLearner:
         self.reference: ImpalaAgent | None = None
         self.reference_frames = 0  # of training, when the reference policy's checkpoint was saved
 
-    def set_reference(self, policy: ImpalaAgent, frames: int) -> None:
-        """Set the policy of `cfg.reference_run`, which the runtime loads before the first update."""
-        self.reference, self.reference_frames = policy, frames
+    def load_reference(self, experiment: Any, weights: dict[str, Tensor], frames: int) -> None:
+        """Load the policy of `cfg.reference_run` from that run's experiment and weights, before the first update.
+
+        The reference policy is not trained. It must choose among the same actions, have no recurrent core, and see as
+        many frames as the learner's policy, so that the frame stacks stored in trajectories serve both.
+        """
+        setting, spec = f"algo.reference-run={self.cfg.reference_run}", self.agent.spec
+        if not isinstance(experiment.algo, Impala):
+            raise UserError(f"{setting} was trained by {type(experiment.algo).__name__}: name a run of IMPALA")
+        actions = len(weights["policy.weight"])
+        if actions != spec.num_actions:
+            raise UserError(f"{setting} chooses among {actions} actions, {spec.name} has {spec.num_actions}")
+        policy = experiment.algo.agent(spec, experiment.net, experiment.core)
+        if not policy.torso.memoryless or experiment.net.frame_stack != self.agent.torso.net.frame_stack:
+            raise UserError(
+                f"{setting} must be a run without a recurrent core (core:ff) that sees as many frames as this one: "
+                f"--net.frame-stack {self.agent.torso.net.frame_stack}"
+            )
+        load_weights(policy, weights, f"than {self.cfg.reference_run} describes")
+        self.reference = policy.to(self.agent.policy.weight.device).eval().requires_grad_(False)
+        self.reference_frames = frames
 
     def loss(self, t: Trajectory) -> tuple[Tensor, Metrics]:
         """The loss of a batch and its metrics. With several learners, the sums over learners are the total values."""
@@ -125,7 +143,7 @@ class ImpalaLearner:
     @torch.no_grad()
     def _reference_logits(self, t: Trajectory) -> Tensor:
         """The reference policy's logits at every step. Its state is the frame stack alone: it has no recurrent core."""
-        assert self.reference is not None, "set_reference has not been called"
+        assert self.reference is not None, "load_reference has not been called"
         leaves = len(self.reference.initial_state(1))
         return self.reference(t.step, t.state[:leaves])[0][:-1]
 

@@ -9,13 +9,12 @@ from torch import Tensor
 from bestiary import tree
 from bestiary.acting.actor import Actor
 from bestiary.algos.base import Learner, load_weights
-from bestiary.algos.impala import ImpalaLearner
 from bestiary.config.experiment import Experiment
 from bestiary.config.machine import choose_device, cores, set_threads, tune_malloc
 from bestiary.replay.base import Replay
 from bestiary.runtime.evaluation import ThreadedEvaluation, prepare
-from bestiary.runtime.reference import load_reference
 from bestiary.seeding import ACTIONS, LEARNING, TRAIN, WEIGHTS, derive
+from bestiary.training.run import Run
 from bestiary.types import Batch, Episode, Metrics, Progress, Snapshot, Spec, Trajectory, Update
 
 
@@ -45,12 +44,17 @@ def reseed(seed: int, device: torch.device) -> None:
 
 
 def build_learner(experiment: Experiment, spec: Spec, device: torch.device) -> Learner:
-    """The experiment's learner. Its agent's initial weights depend on the seed; IMPALA may have a reference policy."""
+    """The experiment's learner. Its agent's initial weights depend on the experiment's seed alone.
+
+    If the algorithm's settings name a `reference_run`, the learner receives that run's experiment and last checkpoint.
+    """
     torch.manual_seed(derive(experiment.seed, WEIGHTS))
     agent = experiment.algo.agent(spec, experiment.net, experiment.core).to(device)
     learner = experiment.algo.learner(agent, max(1, experiment.frames // spec.frames_per_step))
-    if isinstance(learner, ImpalaLearner):
-        load_reference(learner)
+    if (path := getattr(experiment.algo, "reference_run", None)) is not None:
+        run = Run(path)
+        reference, checkpoint = run.experiment(), run.load()
+        learner.load_reference(reference, checkpoint.weights, checkpoint.meta["frames"])
     return learner
 
 

@@ -162,10 +162,10 @@ def remote_class(cls: type, cpus: float = 0, gpus: float = 0, **options: Any) ->
     return ray.remote(num_cpus=cpus, num_gpus=gpus)(cls).options(**options)
 
 
-def version_mismatch(theirs: dict[str, str], mine: dict[str, str]) -> str:
-    """The first version that differs from this machine's, in words; empty: all are equal."""
-    different = (name for name in SAME_EVERYWHERE if theirs.get(name) != mine.get(name))
-    return next((f"{name} {theirs.get(name)}, this machine {mine.get(name)}" for name in different), "")
+def version_mismatch(found: dict[str, str], expected: dict[str, str]) -> str:
+    """A message about the first version on a node that differs from this machine's; empty: all are equal."""
+    different = (name for name in SAME_EVERYWHERE if found.get(name) != expected.get(name))
+    return next((f"{name} {found.get(name)}, this machine {expected.get(name)}" for name in different), "")
 
 
 def _probe(path: str | None) -> tuple[dict[str, str], bool]:
@@ -194,8 +194,8 @@ def check_nodes(nodes: list[RayNode], shared: Path | None = None) -> None:
         path = None if probe_file is None else str(probe_file)
         refs = [probe.options(scheduling_strategy=prefer(node)).remote(path) for node in nodes]
         for node, ref in zip(nodes, refs, strict=True):
-            theirs, writable = _probe_result(node, ref)
-            if mismatch := version_mismatch(theirs, versions()):
+            found, writable = _probe_result(node, ref)
+            if mismatch := version_mismatch(found, versions()):
                 raise UserError(f"node {node.name} has {mismatch}: install the same version everywhere")
             if not writable:
                 raise UserError(f"node {node.name} cannot write to {shared}: choose a directory that all nodes share")

@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-EXTRAS := atari,box2d,envpool,plot,ray,report,sweep,video,dev
+EXTRAS := atari,box2d,envpool,plot,ray,report,scaling,sweep,video,dev
 
 .PHONY: train test test-quick test-cluster test-learns setup check fmt bench clean
 

@@ -7,13 +7,15 @@ from itertools import pairwise
 
 import pytest
 
-from bestiary.bench.scaling.events import Clock, Link, Node, Server
 from bestiary.bench.scaling.model import Cluster, Measured, SharedInference, Throughput, bound, measured, read
 from bestiary.bench.scaling.plot import draw, one_machine, predict, saturation, scenarios
 from bestiary.bench.scaling.report import Settings, main
-from bestiary.bench.scaling.simulator import long_enough, simulate
 from bestiary.cli.main import main as bestiary
 from bestiary.errors import UserError
+
+simpy = pytest.importorskip("simpy")
+from bestiary.bench.scaling.events import Link, Node, Server  # noqa: E402
+from bestiary.bench.scaling.simulator import long_enough, simulate  # noqa: E402
 
 ATARI = Measured(  # IMPALA: 32 environments, unrolls of 20 steps
     envs=32,
@@ -73,39 +75,45 @@ def test_more_updates_per_step_cost_the_learner_and_the_replay():
 # -- discrete-event simulation -----------------------------------------------------------------------------------------
 
 
+def at_end(env, event, call):
+    """Call a function when an event, or a process made of a generator, ends."""
+    process = event if isinstance(event, simpy.Event) else env.process(event)
+    process.callbacks.append(lambda _: call())
+
+
 def test_jobs_on_too_few_cores_all_slow_down_alike():
-    clock, ended = Clock(), {}
-    node = Node(clock, Cluster(1, cores=2))
+    env, ended = simpy.Environment(), {}
+    node = Node(env, Cluster(1, cores=2))
     for name, seconds, cores in (("long", 3.0, 2), ("short", 1.0, 2)):
-        node.run(seconds, cores, lambda name=name: ended.update({name: clock.now}))
-    clock.run(10)
+        at_end(env, node.run(seconds, cores), lambda name=name: ended.update({name: env.now}))
+    env.run(10)
     assert ended == pytest.approx({"short": 2.0, "long": 4.0})  # both at half speed, then one alone
 
 
 def test_a_link_transmits_one_message_at_a_time():
-    clock = Clock()
-    link = Link(clock, 100.0)
+    env = simpy.Environment()
+    link = Link(env, 100.0)
     assert [link.transmit(50), link.transmit(50)] == [0.0, 0.5]
-    clock.run(0.75)
+    env.run(0.75)
     assert link.busy_seconds() == pytest.approx(0.75)
     assert link.free_at == 1.0
 
 
 def test_a_message_passes_both_links_at_the_same_time():
-    clock, arrived = Clock(), []
-    sender, receiver = (Node(clock, Cluster(1, link_bytes_per_second=100, link_latency_seconds=0.1)) for _ in range(2))
+    env, arrived = simpy.Environment(), []
+    sender, receiver = (Node(env, Cluster(1, link_bytes_per_second=100, link_latency_seconds=0.1)) for _ in range(2))
     for _ in range(2):
-        sender.send(receiver, 50, lambda: arrived.append(clock.now))
-    clock.run(5)
+        at_end(env, sender.send(receiver, 50), lambda: arrived.append(env.now))
+    env.run(5)
     assert arrived == pytest.approx([0.6, 1.1])
 
 
 def test_a_server_works_on_one_job_at_a_time():
-    clock, ended = Clock(), []
-    server = Server(Node(clock, Cluster(1)))
+    env, ended = simpy.Environment(), []
+    server = Server(Node(env, Cluster(1)))
     for _ in range(3):
-        server.do(1.0, lambda: ended.append(clock.now))
-    clock.run(2.5)
+        at_end(env, server.do(1.0), lambda: ended.append(env.now))
+    env.run(2.5)
     assert ended == [1.0, 2.0]
     assert server.work == 2.0
 

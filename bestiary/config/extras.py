@@ -14,6 +14,7 @@ EXTRAS = {  # extra -> (a module that it installs, its purpose)
     "wandb": ("wandb", "logging to Weights & Biases"),
     "ray": ("ray", "training on a cluster"),
     "sweep": ("optuna", "hyper-parameter search"),
+    "scaling": ("simpy", "predictions for larger clusters"),
 }
 
 

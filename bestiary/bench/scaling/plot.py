@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from bestiary.analysis.plot import style
 from bestiary.bench.scaling.model import Cluster, Measured, Throughput, bound
-from bestiary.bench.scaling.simulator import Prediction, long_enough, simulate
 from bestiary.config.extras import require
 from bestiary.errors import UserError
 
@@ -44,10 +43,14 @@ def one_machine(m: Measured, base: Cluster) -> tuple[Measured, Cluster]:
 
 
 def predict(m: Measured, c: Cluster, actors: Sequence[int], rounds: int = 20, seed: int = 0) -> list[ScalingRow]:
+    """Simulate a cluster with each number of actors."""
+    require("simpy", "scaling")
+    from bestiary.bench.scaling.simulator import long_enough, simulate
+
     rows = []
     for count in actors:
         cluster = replace(c, actors=count)
-        found: Prediction = simulate(m, cluster, long_enough(m, cluster, rounds), seed)
+        found = simulate(m, cluster, long_enough(m, cluster, rounds), seed)
         limit = bound(m, cluster).frames_per_second
         rows.append(ScalingRow(count, found.frames_per_second, limit, found.bottleneck, found.lag))
     return rows

@@ -2,13 +2,13 @@
 
 import random
 from collections import deque
-from collections.abc import Callable
-from functools import partial
 from statistics import linear_regression
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from bestiary.bench.scaling.events import Callback, Clock, Node, Server
-from bestiary.bench.scaling.model import Cluster, Measured, bound
+import simpy
+
+from bestiary.bench.scaling.events import Node, Server, Steps
+from bestiary.bench.scaling.model import Cluster, Measured, SharedInference, bound
 from bestiary.errors import UserError
 
 
@@ -28,32 +28,33 @@ class Prediction(NamedTuple):
 class DynamicBatcher(Server):
     """The server of shared inference: a batch waits for enough requests, but no longer than the timeout."""
 
-    def __init__(self, node: Node, m: Measured, c: Cluster) -> None:
+    def __init__(self, node: Node, m: Measured, c: SharedInference) -> None:
         super().__init__(node)
-        assert c.inference is not None
-        self.m, self.cfg, self.requests = m, c.inference, deque[tuple[float, Callback]]()  # (deadline, callback)
+        self.m, self.c, self.requests = m, c, deque[tuple[float, simpy.Event]]()  # (deadline, answered)
 
-    def request(self, callback: Callback) -> None:
-        clock = self.node.clock
-        self.requests.append((clock.now + self.cfg.timeout_seconds, callback))
-        if len(self.requests) < self.cfg.min_requests:
-            clock.at(clock.now + self.cfg.timeout_seconds, self.serve)
+    def request(self) -> simpy.Event:
+        """Queue a request; returns the event of its answer."""
+        env = self.node.env
+        deadline, answered = env.timeout(self.c.timeout_seconds), env.event()
+        self.requests.append((env.now + self.c.timeout_seconds, answered))
+        deadline.callbacks.append(lambda _: self.serve())
         self.serve()
+        return answered
 
     def serve(self) -> None:
         """Compute a batch if the server is free and a batch is ready."""
-        if self.busy or not self.requests:
-            return
-        if len(self.requests) < self.cfg.min_requests and self.node.clock.now < self.requests[0][0]:
-            return
-        batch = [self.requests.popleft()[1] for _ in range(min(self.cfg.max_requests, len(self.requests)))]
+        ready = len(self.requests) >= self.c.min_requests or (
+            self.requests and self.node.env.now >= self.requests[0][0]
+        )
+        if ready and not self.turns.count:
+            self.node.env.process(self.compute())
 
-        def done() -> None:
-            for callback in batch:
-                callback()
-            self.serve()
-
-        self.do(self.m.inference_seconds + self.m.inference_seconds_per_request * len(batch), done)
+    def compute(self) -> Steps:
+        batch = [self.requests.popleft()[1] for _ in range(min(self.c.max_requests, len(self.requests)))]
+        yield from self.do(self.m.inference_seconds + self.m.inference_seconds_per_request * len(batch))
+        for answered in batch:
+            answered.succeed()
+        self.serve()
 
 
 class SimulatedShard(Server):
@@ -63,7 +64,7 @@ class SimulatedShard(Server):
         super().__init__(node)
         self.stored: deque[tuple[int, float]] = deque()  # (version of the weights that acted, transitions)
         self.due = 0.0  # transitions
-        self.paused: list[Callback] = []  # actors that wait until fewer updates are due
+        self.paused: list[simpy.Event] = []  # actors that wait until fewer updates are due
         self.credit = 0.0  # unrolls that paused actors may start because trajectories have left
 
     def take(self, count: float) -> list[tuple[int, float]]:
@@ -83,13 +84,13 @@ class Simulation:
     """All processes of a cluster, and the rules by which they start and wait."""
 
     def __init__(self, m: Measured, c: Cluster, seed: int) -> None:
-        self.m, self.c, self.clock, self.rng = m, c, Clock(), random.Random(seed)
-        self.learner_node = Node(self.clock, c)
+        self.m, self.c, self.env, self.rng = m, c, simpy.Environment(), random.Random(seed)
+        self.learner_node = Node(self.env, c)
         self.learner = Server(self.learner_node, m.learner_cores)
         own_nodes, single_node = c.placement == "own-nodes", c.placement == "single-node"
-        self.shards = [SimulatedShard(Node(self.clock, c) if own_nodes else self.learner_node) for _ in range(c.shards)]
-        self.inference = DynamicBatcher(self.learner_node, m, c) if c.inference else None
-        hosts = [self.learner_node if single_node else Node(self.clock, c) for _ in range(c.actor_nodes)]
+        self.shards = [SimulatedShard(Node(self.env, c) if own_nodes else self.learner_node) for _ in range(c.shards)]
+        self.inference = DynamicBatcher(self.learner_node, m, c.inference) if c.inference else None
+        hosts = [self.learner_node if single_node else Node(self.env, c) for _ in range(c.actor_nodes)]
         self.actors = [
             SimulatedActor(self, hosts[i // c.actors_per_node], self.shards[i % c.shards]) for i in range(c.actors)
         ]
@@ -117,8 +118,7 @@ class Simulation:
                 return
             self.next_shard = self.shards.index(shard) + 1
             self.batches_under_way += 1
-            learn = partial(self.learn, shard.take(need))
-            shard.do(self.m.sample_seconds, partial(shard.node.send, self.learner_node, self.m.batch_bytes, learn))
+            self.env.process(self.learn(shard, shard.take(need)))
             self.wake(shard, need / self.m.transitions)
 
     def wake(self, shard: SimulatedShard, trajectories: float) -> None:
@@ -131,36 +131,34 @@ class Simulation:
         shard.credit -= int(shard.credit)
         woken, shard.paused = shard.paused[:count], shard.paused[count:]
         for resume in woken:
-            resume()
+            resume.succeed()
 
-    def learn(self, batch: list[tuple[int, float]]) -> None:
-        def done() -> None:
-            lags = [(self.version - version, transitions) for version, transitions in batch]
-            self.updates.append((self.clock.now, lags))
-            self.version += 1
-            self.batches_under_way -= 1
-            self.learned += self.m.steps_per_update
-            self.request_batches()
+    def learn(self, shard: SimulatedShard, batch: list[tuple[int, float]]) -> Steps:
+        """Sample a batch, send it to the learner, and make an update."""
+        yield from shard.do(self.m.sample_seconds)
+        yield from shard.node.send(self.learner_node, self.m.batch_bytes)
+        yield from self.learner.do(self.m.update_seconds)
+        lags = [(self.version - version, transitions) for version, transitions in batch]
+        self.updates.append((self.env.now, lags))
+        self.version += 1
+        self.batches_under_way -= 1
+        self.learned += self.m.steps_per_update
+        self.request_batches()
 
-        self.learner.do(self.m.update_seconds, done)
-
-    def with_weights(self, node: Node, callback: Callable[[int], object]) -> None:
-        """Call back with the version of the newest weights. Actors of a node share one fetch of each version."""
+    def weights(self, node: Node) -> Steps:
+        """Returns the version of the newest weights. Actors of a node share one fetch of each version."""
         if node is self.learner_node or self.inference is not None:
-            callback(self.version)
-        elif node.fetching is not None:
-            node.fetching.append(lambda: callback(node.version))
-        elif node.version == self.version:
-            callback(node.version)
-        else:
-            version, node.fetching = self.version, [lambda: callback(node.version)]
+            return self.version
+        if node.fetching is None and node.version != self.version:
+            node.fetching = self.env.process(self.fetch(node))
+        if node.fetching is not None:
+            yield node.fetching
+        return node.version
 
-            def fetched() -> None:
-                waiting, node.fetching, node.version = node.fetching or [], None, version
-                for start in waiting:
-                    start()
-
-            self.learner_node.send(node, self.m.weights_bytes, fetched)
+    def fetch(self, node: Node) -> Steps:
+        version = self.version
+        yield from self.learner_node.send(node, self.m.weights_bytes)
+        node.version, node.fetching = version, None
 
     def duration_factor(self) -> float:
         """A random factor with mean 1 of an unroll's duration (gamma distribution)."""
@@ -192,66 +190,44 @@ class SimulatedActor:
     """Repeats: fetch weights, collect an unroll, send it to the shard. It pauses while the shard is full."""
 
     def __init__(self, simulation: Simulation, node: Node, shard: SimulatedShard) -> None:
-        self.simulation, self.node, self.shard = simulation, node, shard
-        self.in_flight, self.acting, self.paused, self.work = 0, False, False, 0.0
+        self.simulation, self.node, self.shard, self.work = simulation, node, shard, 0.0
+        self.in_flight = simpy.Resource(simulation.env, simulation.c.in_flight)
 
-    def start(self) -> None:
-        """Start the next unroll if that is allowed."""
-        if self.acting or self.paused or self.in_flight == self.simulation.c.in_flight:
+    def run(self) -> Steps:
+        env = self.simulation.env
+        while True:
+            slot = self.in_flight.request()
+            yield slot
+            while self.shard.due > self.simulation.full:
+                resume = env.event()
+                self.shard.paused.append(resume)
+                yield resume
+            version = yield from self.simulation.weights(self.node)
+            yield from self.unroll()
+            env.process(self.store(version, slot))
+
+    def unroll(self) -> Steps:
+        m, inference, server = self.simulation.m, self.simulation.inference, self.simulation.learner_node
+        factor = self.simulation.duration_factor()
+        if inference is None:
+            yield from self.act(m.actor_seconds * factor)
             return
-        if self.shard.due > self.simulation.full:
-            self.paused = True
-            self.shard.paused.append(self.resume)
-            return
-        self.acting = True
-        self.in_flight += 1
-        self.simulation.with_weights(self.node, self.unroll)
+        for _ in range(m.unroll):  # send a request, receive actions, step the environments
+            yield from self.node.send(server, m.request_bytes)
+            yield inference.request()
+            yield self.node.env.timeout(self.node.latency if self.node is not server else 0.0)
+            yield from self.act(m.environment_seconds * factor / m.unroll)
 
-    def resume(self) -> None:
-        self.paused = False
-        self.start()
+    def act(self, seconds: float) -> Steps:
+        yield self.node.run(seconds, self.simulation.m.actor_cores)
+        self.work += seconds
 
-    def unroll(self, version: int) -> None:
-        m, factor = self.simulation.m, self.simulation.duration_factor()
-        if self.simulation.inference is None:
-            self.run(m.actor_seconds * factor, partial(self.collected, version))
-        else:
-            self.step(m.environment_seconds * factor / m.unroll, m.unroll, version)
-
-    def step(self, seconds: float, remaining: int, version: int) -> None:
-        """One step with shared inference: send a request, receive actions, step the environments."""
-        simulation, inference = self.simulation, self.simulation.inference
-        assert inference is not None
-        if remaining == 0:
-            self.collected(version)
-            return
-        step = partial(self.run, seconds, partial(self.step, seconds, remaining - 1, version))
-        latency = self.node.latency if self.node is not simulation.learner_node else 0.0
-        reply = partial(self.after, latency, step)
-        self.node.send(simulation.learner_node, simulation.m.request_bytes, partial(inference.request, reply))
-
-    def after(self, seconds: float, callback: Callback) -> None:
-        self.node.clock.at(self.node.clock.now + seconds, callback)
-
-    def run(self, seconds: float, callback: Callback) -> None:
-        def done() -> None:
-            self.work += seconds
-            callback()
-
-        self.node.run(seconds, self.simulation.m.actor_cores, done)
-
-    def collected(self, version: int) -> None:
-        """Send the finished trajectory to the shard."""
-        self.acting = False
-
-        def stored() -> None:
-            self.in_flight -= 1
-            self.simulation.added(self.shard, version)
-            self.start()
-
-        add = partial(self.shard.do, self.simulation.m.add_seconds, stored)
-        self.node.send(self.shard.node, self.simulation.m.trajectory_bytes, add)
-        self.start()
+    def store(self, version: int, slot: Any) -> Steps:
+        """Send the trajectory to the shard."""
+        yield from self.node.send(self.shard.node, self.simulation.m.trajectory_bytes)
+        yield from self.shard.do(self.simulation.m.add_seconds)
+        self.in_flight.release(slot)
+        self.simulation.added(self.shard, version)
 
 
 def long_enough(m: Measured, c: Cluster, rounds: int = 20) -> float:
@@ -267,10 +243,10 @@ def simulate(m: Measured, c: Cluster, seconds: float | None = None, seed: int = 
         raise UserError(f"seconds={seconds} must be positive")
     simulation = Simulation(m, c, seed)
     for actor in simulation.actors:
-        actor.start()
-    simulation.clock.run(seconds / 2)
+        simulation.env.process(actor.run())
+    simulation.env.run(seconds / 2)
     before, first = simulation.busy_seconds(), len(simulation.updates)
-    simulation.clock.run(seconds)
+    simulation.env.run(seconds)
     after, updates = simulation.busy_seconds(), simulation.updates[first:]
 
     half = seconds / 2

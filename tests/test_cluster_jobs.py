@@ -1,4 +1,4 @@
-"""Many runs on a Ray cluster: each a process on some node, retried when it is lost, and none left behind."""
+"""Many runs as jobs of a Ray cluster: each is a process on some node, restarted when it is lost, and none remains."""
 
 import importlib.util
 import os
@@ -44,27 +44,27 @@ def cluster() -> Iterator[RayExecutor]:
         with RayExecutor() as found:
             found.max_workers(None, preset("catch"))
             yield found
-    for number, handler in before.items():  # `main` takes them for itself
+    for number, handler in before.items():  # `main` replaces them
         signal.signal(number, handler)
 
 
 @pytest.fixture
 def joined(cluster, monkeypatch):
-    """Commands find the cluster of these tests instead of starting their own."""
+    """Commands use the cluster of these tests instead of starting their own."""
     monkeypatch.setattr(cluster_jobs, "connect", lambda address: ray_cluster.alive_nodes())
     monkeypatch.setattr(cluster_jobs, "disconnect", lambda: None)
 
 
 @pytest.fixture
-def pretending(monkeypatch) -> Callable[[float], None]:
-    """Processes that only pretend to train, at a pace: the rest is real."""
+def fake_runs(monkeypatch) -> Callable[[float], None]:
+    """Replace training by a fake process; the returned function sets its seconds per evaluation (default 0)."""
 
-    def at(lr_schedule: float) -> None:
+    def set_speed(seconds_per_evaluation: float) -> None:
         words = [sys.executable, fake_run.__file__]
-        monkeypatch.setattr(executor, "command", lambda path: [*words, str(path), str(lr_schedule)])
+        monkeypatch.setattr(executor, "command", lambda path: [*words, str(path), str(seconds_per_evaluation)])
 
-    at(0)
-    return at
+    set_speed(0)
+    return set_speed
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def experiment() -> Experiment:
 
 
 def processes(path: Path) -> list[int]:
-    """Whoever works on a run: the process, after the one in between."""
+    """Ids of the processes of a run: its supervisor first, then the process that trains."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -85,108 +85,112 @@ def processes(path: Path) -> list[int]:
     return [number for _, number in sorted(found)]
 
 
-def parent(number: int) -> int:
-    return int(Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[1])
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def once_begun(path: Path, act: Callable[[], None]) -> None:
-    """Meanwhile, as soon as a run has written something."""
+def once_started(path: Path, action: Callable[[], None]) -> None:
+    """Call a function in another thread as soon as a run has written metrics."""
 
     def watch() -> None:
         while not (path / "metrics.csv").exists():
             time.sleep(0.02)
-        act()
+        action()
 
     threading.Thread(target=watch, daemon=True).start()
 
 
-def within(seconds: float, true: Callable[[], bool]) -> bool:
-    until = time.monotonic() + seconds
-    while not true() and time.monotonic() < until:
+def within(seconds: float, condition: Callable[[], bool]) -> bool:
+    """Whether a condition holds within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
-    return true()
+    return condition()
 
 
-def saved(path: Path) -> list[int]:
+def checkpoints(path: Path) -> list[int]:
+    """Frames of the checkpoints of a run."""
     return [int(one.name) for one in Run(path).saved()]
 
 
-def test_what_comes_out_is_what_comes_out_of_local_processes(cluster, pretending, experiment, tmp_path):
-    here = seeds.train_seeds(experiment, [1, 2, 8], tmp_path / "here")
-    there = seeds.train_seeds(experiment, [1, 2, 8], tmp_path / "there", executor=cluster)
-    assert here == there and here["over_seeds"]["score"]["last"]["n"] == 3
+def test_results_equal_those_of_local_processes(cluster, fake_runs, experiment, tmp_path):
+    local = seeds.train_seeds(experiment, [1, 2, 8], tmp_path / "local")
+    remote = seeds.train_seeds(experiment, [1, 2, 8], tmp_path / "remote", executor=cluster)
+    assert local == remote and local["over_seeds"]["score"]["last"]["n"] == 3
 
 
-def test_a_run_whose_process_is_killed_goes_on_and_it_is_told(cluster, pretending, experiment, tmp_path):
-    pretending(SLOW)
-    once_begun(tmp_path / "seed3", lambda: os.kill(processes(tmp_path / "seed3")[-1], signal.SIGKILL))
-    told: list[str] = []
-    result = seeds.train_seeds(replace(experiment, frames=1000), [3], tmp_path, log=told.append, executor=cluster)
-    assert "seed3 is restarted, retry 1 of 3: it was killed by SIGKILL (out of memory?)" in told
+def test_a_run_whose_process_is_killed_is_restarted_and_reported(cluster, fake_runs, experiment, tmp_path):
+    fake_runs(SLOW)
+    once_started(tmp_path / "seed3", lambda: os.kill(processes(tmp_path / "seed3")[-1], signal.SIGKILL))
+    messages: list[str] = []
+    result = seeds.train_seeds(replace(experiment, frames=1000), [3], tmp_path, log=messages.append, executor=cluster)
+    assert "seed3 is restarted, retry 1 of 3: it was killed by SIGKILL (out of memory?)" in messages
     assert result["seeds"][0]["finished"] and result["seeds"][0]["problem"] is None
 
 
 @pytest.mark.parametrize(
-    ("keeper", "reason"),
+    ("kill_supervisor", "reason"),
     [(True, NODE_LOST), (False, "its supervisor failed: the process that started it was killed")],
 )
-def test_a_run_that_nobody_keeps_saves_and_goes_on(keeper, reason, cluster, pretending, experiment, tmp_path):
-    pretending(SLOW)
+def test_a_run_without_its_supervisor_saves_and_is_restarted(
+    kill_supervisor, reason, cluster, fake_runs, experiment, tmp_path
+):
+    fake_runs(SLOW)
     first: list[int] = []
 
-    def strike() -> None:
+    def kill() -> None:
         first.extend(processes(tmp_path / "seed3"))
-        os.kill(parent(first[0]) if keeper else first[0], signal.SIGKILL)
+        os.kill(parent(first[0]) if kill_supervisor else first[0], signal.SIGKILL)
 
-    once_begun(tmp_path / "seed3", strike)
-    told: list[str] = []
-    seeds.train_seeds(replace(experiment, frames=2000), [3], tmp_path, log=told.append, executor=cluster)
-    assert f"seed3 is restarted, retry 1 of 3: {reason}" in told
+    once_started(tmp_path / "seed3", kill)
+    messages: list[str] = []
+    seeds.train_seeds(replace(experiment, frames=2000), [3], tmp_path, log=messages.append, executor=cluster)
+    assert f"seed3 is restarted, retry 1 of 3: {reason}" in messages
     assert len(first) == 2
     assert within(10, lambda: not set(first) & {one.pid for one in ray_nodes.processes()})
-    at, end = saved(tmp_path / "seed3")
+    at, end = checkpoints(tmp_path / "seed3")
     assert 0 < at < end == 2000
 
 
 def test_a_run_that_is_killed_every_time_is_given_up(cluster, experiment, tmp_path, monkeypatch):
     kill = "import os; os.kill(os.getpid(), 9)"
     monkeypatch.setattr(executor, "command", lambda path: [sys.executable, "-c", kill, str(path)])
-    told: list[str] = []
-    (row,) = seeds.train_seeds(experiment, [3], tmp_path, log=told.append, executor=cluster)["seeds"]
+    messages: list[str] = []
+    (row,) = seeds.train_seeds(experiment, [3], tmp_path, log=messages.append, executor=cluster)["seeds"]
     assert row["problem"] == "it was killed by SIGKILL (out of memory?)"
-    assert [sum(f"retry {n} of 3" in line for line in told) for n in (1, 2, 3, 4)] == [1, 1, 1, 0]
+    assert [sum(f"retry {n} of 3" in line for line in messages) for n in (1, 2, 3, 4)] == [1, 1, 1, 0]
 
 
-def test_a_run_that_fails_by_itself_has_a_second_chance_and_the_others_go_on(cluster, pretending, experiment, tmp_path):
-    told: list[str] = []
-    rows = seeds.train_seeds(experiment, [13, 14], tmp_path, log=told.append, executor=cluster)["seeds"]
+def test_a_run_that_raises_is_retried_once_and_the_others_continue(cluster, fake_runs, experiment, tmp_path):
+    messages: list[str] = []
+    rows = seeds.train_seeds(experiment, [13, 14], tmp_path, log=messages.append, executor=cluster)["seeds"]
     assert [row["problem"] for row in rows] == ["ValueError: sensor unplugged", None] and rows[1]["finished"]
-    assert "seed13 is restarted, retry 1 of 1: ValueError: sensor unplugged" in told
-    assert "seed 13 failed: ValueError: sensor unplugged" in told
+    assert "seed13 is restarted, retry 1 of 1: ValueError: sensor unplugged" in messages
+    assert "seed 13 failed: ValueError: sensor unplugged" in messages
 
 
-def test_asked_to_stop_runs_save_and_those_that_wait_for_a_core_do_not_begin(cluster, pretending, experiment, tmp_path):
-    pretending(SLOW)
+def test_after_a_stop_running_jobs_save_and_waiting_ones_never_start(cluster, fake_runs, experiment, tmp_path):
+    fake_runs(SLOW)
     all_cores = max(int(node.cpus) for node in ray_cluster.alive_nodes())
     long = replace(experiment, frames=LONG, runtime=replace(experiment.runtime, threads=all_cores))
-    asked = threading.Event()
+    stop = threading.Event()
     paths = [tmp_path / "seed3", tmp_path / "seed4"]
     for path in paths:  # either may be the first
-        once_begun(path, asked.set)
-    seeds.train_seeds(long, [3, 4], tmp_path, jobs=2, stop=asked.is_set, executor=cluster)
-    executor.lock_directory(tmp_path).close()  # everyone who works there holds it
+        once_started(path, stop.set)
+    seeds.train_seeds(long, [3, 4], tmp_path, jobs=2, stop=stop.is_set, executor=cluster)
+    executor.lock_directory(tmp_path).close()  # every process of a job holds this lock
     assert not processes(paths[0]) + processes(paths[1])
-    waited, begun = sorted(paths, key=lambda path: len(saved(path)))
-    (reached,) = saved(begun)
-    assert 0 < reached < LONG and not saved(waited) and not (waited / executor.OUTPUT).exists()
-    pretending(0)
+    waiting, started = sorted(paths, key=lambda path: len(checkpoints(path)))
+    (reached,) = checkpoints(started)
+    assert 0 < reached < LONG and not checkpoints(waiting) and not (waiting / executor.OUTPUT).exists()
+    fake_runs(0)
     shorter = replace(long, frames=reached + 200)
     result = seeds.train_seeds(shorter, [3, 4], tmp_path, jobs=2, executor=cluster)
     assert [row["finished"] for row in result["seeds"]] == [True, True]
-    assert saved(begun) == [reached, reached + 200]
+    assert checkpoints(started) == [reached, reached + 200]
 
 
-def test_a_run_begins_only_when_its_last_process_has_left(pretending, experiment, tmp_path):
+def test_a_run_starts_only_after_its_previous_process_has_ended(fake_runs, experiment, tmp_path):
     run = Run.create(tmp_path / "seed3", replace(experiment, seed=3)).path
     words = [fake_run.__file__, str(run)]
     with ThreadPoolExecutor() as pool:
@@ -194,26 +198,26 @@ def test_a_run_begins_only_when_its_last_process_has_left(pretending, experiment
             code = pool.submit(JobSupervisor().run, words, str(run), str(tmp_path), executor.OUTPUT, {}, str(tmp_path))
             time.sleep(1)
             assert not (run / executor.OUTPUT).exists() and not code.done()
-        assert code.result(timeout=30) == 0 and saved(run) == [400]
+        assert code.result(timeout=30) == 0 and checkpoints(run) == [400]
 
 
-def test_nobody_else_works_there_meanwhile(cluster, pretending, experiment, tmp_path):
-    pretending(SLOW)
-    asked, refused = threading.Event(), []
+def test_the_directory_of_running_jobs_is_locked(cluster, fake_runs, experiment, tmp_path):
+    fake_runs(SLOW)
+    stop, refused = threading.Event(), []
 
-    def come_too() -> None:
+    def lock_too() -> None:
         try:
             executor.lock_directory(tmp_path).close()
         except UserError as e:
             refused.append(str(e))
-        asked.set()
+        stop.set()
 
-    once_begun(tmp_path / "seed3", come_too)
-    seeds.train_seeds(replace(experiment, frames=LONG), [3], tmp_path, stop=asked.is_set, executor=cluster)
+    once_started(tmp_path / "seed3", lock_too)
+    seeds.train_seeds(replace(experiment, frames=LONG), [3], tmp_path, stop=stop.is_set, executor=cluster)
     assert refused and "is in use by another process" in refused[0]
 
 
-def test_runs_save_and_leave_when_the_command_is_killed(cluster, tmp_path):
+def test_jobs_save_and_end_when_the_command_is_killed(cluster, tmp_path):
     import ray
 
     address = ray.get_runtime_context().gcs_address
@@ -233,40 +237,40 @@ main({[*words, "--run", str(tmp_path)]!r})
         command.wait()
     assert within(20, lambda: not processes(tmp_path / "seed0"))
     executor.lock_directory(tmp_path).close()
-    assert 0 < saved(tmp_path / "seed0")[-1] < 100_000_000
+    assert 0 < checkpoints(tmp_path / "seed0")[-1] < 100_000_000
 
 
-def test_a_real_run_is_the_same_there_and_a_command_is_all_it_takes(joined, tmp_path):
+def test_a_real_run_on_the_cluster_equals_a_local_one(joined, tmp_path):
     words = ["train", "catch", *QUICK, "--frames", "400", "--seeds", "5..5", "--executor", "ray"]
-    assert main([*words, "--run", str(tmp_path / "there")]) == 0
-    train(Run(tmp_path / "there" / "seed5").experiment(), tmp_path / "here")
-    here, there = (tmp_path / where / "evaluations.csv" for where in ("here", "there/seed5"))
-    assert here.read_text() == there.read_text() and here.read_text().count("\n") > 1
+    assert main([*words, "--run", str(tmp_path / "remote")]) == 0
+    train(Run(tmp_path / "remote" / "seed5").experiment(), tmp_path / "local")
+    local, remote = (tmp_path / run / "evaluations.csv" for run in ("local", "remote/seed5"))
+    assert local.read_text() == remote.read_text() and local.read_text().count("\n") > 1
 
 
-def test_a_search_and_a_study_use_the_cluster_too(cluster, pretending, experiment, tmp_path):
+def test_a_search_and_a_study_can_use_the_cluster(cluster, fake_runs, experiment, tmp_path):
     pytest.importorskip("optuna")
     from bestiary.launch.sweep import sweep
     from bestiary.launch.sweep_settings import SweepSettings
 
-    told = sweep(experiment, "lr", tmp_path / "search", SweepSettings(trials=2, seeds_per_trial=1), executor=cluster)
-    assert [trial.state for trial in told] == ["complete", "complete"]
+    trials = sweep(experiment, "lr", tmp_path / "search", SweepSettings(trials=2, seeds_per_trial=1), executor=cluster)
+    assert [trial.state for trial in trials] == ["complete", "complete"]
     river = replace(preset("riverraid"), frames=400, evaluation=Evaluation(every=100, episodes=4))
     planned = study.plan(river, ["fuel:10"], [256], [1, 2], [0], 2, tmp_path / "study")
     assert study.train_all(planned, None, lambda text: None, lambda: False, cluster) == {}
     assert all(map(executor.finished, planned))
 
 
-# -- what cannot be ---------------------------------------------------------------------------------------
+# -- bad input -------------------------------------------------------------------------------------------
 
 
-def test_a_directory_that_a_node_cannot_see_is_refused(cluster, pretending, experiment, tmp_path, monkeypatch):
-    def blind(path: str | None) -> tuple[dict[str, str], bool]:
+def test_a_directory_that_a_node_cannot_see_is_refused(cluster, fake_runs, experiment, tmp_path, monkeypatch):
+    def probe(path: str | None) -> tuple[dict[str, str], bool]:
         from bestiary.config.versions import versions
 
         return versions(), False
 
-    monkeypatch.setattr(ray_cluster, "_probe", blind)
+    monkeypatch.setattr(ray_cluster, "_probe", probe)
     with pytest.raises(UserError, match=r"cannot write to .*: choose a directory that all nodes share"):
         seeds.train_seeds(experiment, [0], tmp_path, executor=cluster)
     executor.lock_directory(tmp_path).close()
@@ -296,7 +300,7 @@ def test_more_threads_than_any_node_has_are_refused(cluster, experiment, tmp_pat
         (["--seeds", "2", "--executor", "ray:127.0.0.1:1"], "no Ray cluster answers at 127.0.0.1:1"),
     ],
 )
-def test_wrong_words_are_refused_before_any_work(args, sentence, capsys, tmp_path, monkeypatch):
+def test_wrong_arguments_are_refused_before_any_work(args, sentence, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["train", "catch", *args]) == 2
     assert sentence in capsys.readouterr().err

@@ -28,11 +28,7 @@ SPACE is the name of a builtin search space (%s) or a .toml or .json file. For e
 {low, high}, with step or log if wanted, or {choices}:
 
   "algo.optimizer.lr" = {low = 1e-5, high = 1e-2, log = true}
-<<<<<<< HEAD
   "net.frame-stack" = {choices = [1, 2, 4]}
-=======
-  "algo.replay.batch-size" = {choices = [8, 16, 32]}
->>>>>>> 256e386 (Format)
 
 The same command with the same --run resumes a sweep. With --executor ray or ray:HOST:PORT, the runs are processes of a
 Ray cluster.

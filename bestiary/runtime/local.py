@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +51,7 @@ def build_learner(experiment: Experiment, spec: Spec, device: torch.device) -> L
     """
     torch.manual_seed(derive(experiment.seed, WEIGHTS))
     agent = experiment.algo.agent(spec, experiment.net, experiment.core).to(device)
-    learner = experiment.algo.learner(agent, max(1, experiment.frames // spec.frames_per_step))
+    learner: Any = experiment.algo.learner(agent, max(1, experiment.frames // spec.frames_per_step))
     if (path := getattr(experiment.algo, "reference_run", None)) is not None:
         run = Run(path)
         reference, checkpoint = run.experiment(), run.load()

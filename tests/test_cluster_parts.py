@@ -231,8 +231,8 @@ def test_an_episode_replay_accepts_some_streams_at_a_time():
         whole.add(t)
         for stream in (2, 0):
             parts.add(select_streams(t, stream, 2), stream)
-    assert len(whole.held.number) == len(parts.held.number) > 3
-    assert sorted(whole.held.earned) == sorted(parts.held.earned)
+    assert len(whole.table.number) == len(parts.table.number) > 3
+    assert sorted(whole.table.episode_return) == sorted(parts.table.episode_return)
 
 
 # -- shared inference ----------------------------------------------------------------------------------------

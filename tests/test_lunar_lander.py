@@ -1,4 +1,4 @@
-"""LunarLander: dense and sparse, cut short or not, in Gymnasium, in processes and in envpool."""
+"""LunarLander: dense and sparse rewards, time limits, and its backends (Gymnasium, also in processes, and envpool)."""
 
 import multiprocessing
 import os
@@ -30,23 +30,23 @@ from bestiary.types import Episode, TimeStep
 SEED = 3
 MISSING = {extra for extra in ("box2d", "envpool") if not available(extra)}
 box2d = pytest.mark.skipif("box2d" in MISSING, reason="needs the extra box2d")
-envpool = pytest.mark.skipif(bool(MISSING), reason="needs the extra envpool")  # which comes with box2d
+envpool = pytest.mark.skipif(bool(MISSING), reason="needs the extra envpool")  # that extra includes box2d
 both = pytest.mark.parametrize(
     "backend", [pytest.param("gymnasium", marks=box2d), pytest.param("envpool", marks=envpool)]
 )
 
 
 def play(env_batch: EnvBatch, action: Tensor) -> tuple[TimeStep, list[list[Episode]]]:
-    """The rows [T+1, B], and what was reported with each; unlike a rollout it is not saved on the way."""
-    rows, reports = [env_batch.reset()], [[]]
+    """The time steps [T+1, B] and the episodes that ended with each; unlike a rollout, no states are saved."""
+    steps, ended = [env_batch.reset()], [[]]
     for chosen in action:
-        row, ended = env_batch.step(chosen)
-        rows.append(row)
-        reports.append(ended)
-    return tree.stack(rows), reports
+        step, episodes = env_batch.step(chosen)
+        steps.append(step)
+        ended.append(episodes)
+    return tree.stack(steps), ended
 
 
-def rows_of(
+def steps_of(
     cfg: LunarLander, action: Tensor, seed: int = SEED, stream: int = TRAIN, threads: int = 1
 ) -> tuple[TimeStep, list[list[Episode]]]:
     with closing(cfg.make(action.shape[1], seed, stream, threads)) as env_batch:
@@ -65,9 +65,9 @@ def rows_of(
         ({"backend": "gymnasum"}, ["'gymnasum'", "did you mean gymnasium?"]),
         ({"backend": "numpy"}, ["'numpy'", "gymnasium, envpool"]),
     ],
-    ids=["no-moves", "too-many-moves", "processes-and-pool", "misspelt", "unknown"],
+    ids=["no-steps", "too-many-steps", "processes-and-pool", "misspelt", "unknown"],
 )
-def test_what_makes_no_sense_is_refused_in_one_sentence(settings: dict, words: list[str]):
+def test_invalid_settings_are_refused_in_one_sentence(settings: dict, words: list[str]):
     with pytest.raises(ValueError, match=re.escape(words[0])) as refusal:
         LunarLander(**settings)
     sentence = str(refusal.value)
@@ -87,31 +87,31 @@ def test_a_missing_extra_is_named(backend: str, module: str, extra: str, monkeyp
 
 
 @envpool
-def test_a_training_in_envpool_is_told_at_once_that_its_evaluations_need_box2d(monkeypatch: pytest.MonkeyPatch):
+def test_training_in_envpool_requires_box2d_for_its_evaluations(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "Box2D", None)
     with pytest.raises(ValueError, match=re.escape('pip install "bestiary[box2d]"')):
         LunarLander(backend="envpool").make(1, 0, TRAIN, 1)
 
 
-def test_evaluations_are_of_the_game_as_published():
+def test_evaluations_use_the_published_environment():
     assert LunarLander(sparse=True, limit=300, backend="envpool").for_evaluation() == LunarLander(sparse=True)
     assert LunarLander(processes=True).for_evaluation() == LunarLander()
 
 
-# -- rewards and ends -------------------------------------------------------------------------------------------
+# -- rewards, termination and truncation -----------------------------------------------------------------------
 
 
 @both
 @pytest.mark.parametrize("limit", [None, 60], ids=["whole", "limited"])
-def test_sparse_pays_the_dense_sum_with_the_last_row(backend: str, limit: int | None):
+def test_the_sparse_reward_is_the_dense_return_at_the_last_step(backend: str, limit: int | None):
     action = random_actions(4, 400, 3)
-    dense, told = rows_of(LunarLander(backend=backend, limit=limit), action)
-    sparse, told_sparse = rows_of(LunarLander(backend=backend, limit=limit, sparse=True), action)
+    dense, ended = steps_of(LunarLander(backend=backend, limit=limit), action)
+    sparse, ended_sparse = steps_of(LunarLander(backend=backend, limit=limit, sparse=True), action)
     assert different_fields(dense, sparse) == ["reward"]
-    assert told_sparse == told
+    assert ended_sparse == ended
     last = torch.zeros_like(sparse.is_first)
-    for t, reports in enumerate(told):
-        for episode in reports:
+    for t, episodes in enumerate(ended):
+        for episode in episodes:
             last[t - 1, episode.slot] = True
             expected = dense.reward[t - 1 - episode.steps : t, episode.slot].double().sum().item()
             assert episode.score == pytest.approx(expected, abs=1e-3)
@@ -121,92 +121,92 @@ def test_sparse_pays_the_dense_sum_with_the_last_row(backend: str, limit: int | 
 
 
 @both
-def test_a_limit_cuts_an_episode_short_and_is_no_end(backend: str):
+def test_a_time_limit_truncates_and_does_not_terminate(backend: str):
     cfg, action = LunarLander(backend=backend, limit=30), random_actions(4, 100, 3)
     with closing(cfg.make(3, SEED, TRAIN, 1)) as env_batch:
         assert env_batch.spec.horizon == 30
-        rows, told = play(env_batch, action)
-    assert rows.is_first.nonzero()[:, 0].unique().tolist() == [0, 31, 62, 93]
-    assert rows.is_first.sum() == 4 * 3
-    assert not rows.is_terminal.any()
-    episodes = [e for reports in told for e in reports]
+        steps, ended = play(env_batch, action)
+    assert steps.is_first.nonzero()[:, 0].unique().tolist() == [0, 31, 62, 93]
+    assert steps.is_first.sum() == 4 * 3
+    assert not steps.is_terminal.any()
+    episodes = [e for episodes in ended for e in episodes]
     assert {(e.steps, e.truncated) for e in episodes} == {(30, True)}
     assert len(episodes) == 9
 
 
 @both
-def test_a_crash_is_an_end_even_on_the_last_move_allowed(backend: str):
-    """Without an engine the lander falls: the same way, whatever the limit."""
+def test_a_crash_terminates_even_at_the_time_limit(backend: str):
+    """Without an engine the lander falls in the same way, whatever the limit."""
     action = torch.zeros(150, 1, dtype=torch.int64)
-    rows, told = rows_of(LunarLander(backend=backend), action)
-    fall = next(e for reports in told for e in reports)
-    assert rows.is_terminal[fall.steps, 0]
-    assert rows.reward[fall.steps, 0] == -100
+    steps, ended = steps_of(LunarLander(backend=backend), action)
+    fall = next(e for episodes in ended for e in episodes)
+    assert steps.is_terminal[fall.steps, 0]
+    assert steps.reward[fall.steps, 0] == -100
     assert not fall.truncated
     for limit, crashed in ((fall.steps, True), (fall.steps - 1, False)):
-        rows, told = rows_of(LunarLander(backend=backend, limit=limit), action)
-        first = next(e for reports in told for e in reports)
+        steps, ended = steps_of(LunarLander(backend=backend, limit=limit), action)
+        first = next(e for episodes in ended for e in episodes)
         assert first.steps == limit
         assert first.truncated is not crashed
-        assert rows.is_terminal[limit, 0].item() is crashed
-        assert rows.is_first[limit + 1, 0]
+        assert steps.is_terminal[limit, 0].item() is crashed
+        assert steps.is_first[limit + 1, 0]
 
 
 @both
-def test_without_a_limit_a_game_lasts_a_thousand_moves(backend: str):
-    """Whoever hovers is not brought down before."""
+def test_the_default_time_limit_is_a_thousand_steps(backend: str):
+    """A hovering lander reaches it."""
     with closing(LunarLander(backend=backend).make(1, SEED, TRAIN, 1)) as env_batch:
         assert (env_batch.spec.obs_shape, env_batch.spec.num_actions, env_batch.spec.horizon) == ((8,), 4, 1000)
-        row, told, moves = env_batch.reset(), [], 0
-        while not told:
-            x, y, vx, vy, angle, spin = row.obs[0, :6].tolist()
-            lean = float(np.clip(0.5 * x + vx, -0.4, 0.4))  # towards the middle
+        step, episodes, count = env_batch.reset(), [], 0
+        while not episodes:
+            x, y, vx, vy, angle, spin = step.obs[0, :6].tolist()
+            lean = float(np.clip(0.5 * x + vx, -0.4, 0.4))  # towards the landing pad
             turn, lift = 0.5 * (lean - angle) - spin, 0.5 * (0.7 - y - vy)
             engine = 2 if lift > max(abs(turn), 0.05) else 3 if turn < -0.05 else 1 if turn > 0.05 else 0
-            row, told = env_batch.step(torch.tensor([engine]))
-            moves += 1
-    assert moves == 1001
-    assert (told[0].steps, told[0].truncated) == (1000, True)
+            step, episodes = env_batch.step(torch.tensor([engine]))
+            count += 1
+    assert count == 1001
+    assert (episodes[0].steps, episodes[0].truncated) == (1000, True)
 
 
 @envpool
-def test_envpool_plays_the_same_game_as_gymnasium():
-    """First games of 64 slots, always the same engine: mean scores and lengths agree within four standard errors."""
+def test_envpool_has_the_dynamics_of_gymnasium():
+    """First episodes of 64 slots, always the same engine: mean scores and lengths agree within four standard errors."""
     for engine in (0, 1, 3):
         played = []
         for backend in ("gymnasium", "envpool"):
-            _, told = rows_of(LunarLander(backend=backend), torch.full((200, 64), engine))
-            first = {e.slot: e for reports in reversed(told) for e in reports}
+            _, ended = steps_of(LunarLander(backend=backend), torch.full((200, 64), engine))
+            first = {e.slot: e for episodes in reversed(ended) for e in episodes}
             played.append(np.array([(first[slot].score, first[slot].steps) for slot in range(64)]))
         here, there = played
         error = np.sqrt((here.var(0) + there.var(0)) / 64)
         assert (np.abs(here.mean(0) - there.mean(0)) < 4 * error).all(), engine
-        assert (error < 0.07 * np.abs(here.mean(0))).all()  # else it would say nothing
+        assert (error < 0.07 * np.abs(here.mean(0))).all()  # small enough for the comparison to mean something
 
 
 # -- seeds ------------------------------------------------------------------------------------------------------
 
 
 @both
-def test_no_two_slots_seeds_or_streams_begin_alike(backend: str):
+def test_slots_seeds_and_streams_have_different_initial_states(backend: str):
     opening = torch.zeros(0, 8, dtype=torch.int64)
     addresses = [(0, TRAIN), (1, TRAIN), (0, EVAL), (0, 64 + EVAL)]
-    starts = [rows_of(LunarLander(backend=backend), opening, *address)[0].obs[0] for address in addresses]
+    starts = [steps_of(LunarLander(backend=backend), opening, *address)[0].obs[0] for address in addresses]
     assert len(torch.cat(starts).unique(dim=0)) == 8 * len(addresses)
 
 
 @both
-def test_the_same_seed_tells_the_same_story_bit_for_bit(backend: str):
+def test_equal_seeds_give_equal_rollouts_bit_for_bit(backend: str):
     cfg, action = LunarLander(backend=backend), random_actions(4, 200, 3)
-    rows, told = rows_of(cfg, action)
-    assert rows.is_first.sum() > 3
+    steps, ended = steps_of(cfg, action)
+    assert steps.is_first.sum() > 3
     with closing(cfg.make(3, SEED, TRAIN, 2)) as env_batch:
-        for _ in range(2):  # a reset begins the same rollout again
-            again, told_again = play(env_batch, action)
-            assert different_fields(rows, again) == []
-            assert told_again == told
-    alone, _ = rows_of(cfg, action[:, :1])
-    assert different_fields(alone, tree.map(lambda x: x[:, :1], rows)) == []
+        for _ in range(2):  # a reset repeats the rollout
+            again, ended_again = play(env_batch, action)
+            assert different_fields(steps, again) == []
+            assert ended_again == ended
+    alone, _ = steps_of(cfg, action[:, :1])
+    assert different_fields(alone, tree.map(lambda x: x[:, :1], steps)) == []
 
 
 # -- resuming ---------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def test_the_same_seed_tells_the_same_story_bit_for_bit(backend: str):
     [LunarLander(), LunarLander(sparse=True, limit=70), LunarLander(sparse=True, processes=True)],
     ids=["dense", "sparse-limited", "sparse-processes"],
 )
-def test_a_saved_world_goes_on_in_the_middle_of_an_episode(cfg: LunarLander):
+def test_a_saved_environment_resumes_within_an_episode(cfg: LunarLander):
     action = random_actions(4, 250, 3)
     with closing(cfg.make(3, SEED, TRAIN, 2)) as env_batch:
         rollout = roll_out(env_batch, action)
@@ -238,7 +238,7 @@ def experiment(cfg: LunarLander) -> Experiment:
 
 
 @both
-def test_a_resumed_run_goes_on_where_episodes_can_be_saved_and_begins_new_ones_elsewhere(backend: str):
+def test_a_resumed_run_continues_saved_episodes_or_begins_new_ones(backend: str):
     planned = experiment(LunarLander(backend=backend))
     with closing(start(planned)) as run, closing(start(planned)) as resumed:
         progress = iter(run)
@@ -255,11 +255,11 @@ def test_a_resumed_run_goes_on_where_episodes_can_be_saved_and_begins_new_ones_e
             assert trajectory.step.is_first[0].all()
             with closing(planned.env.make(3, planned.seed, TRAIN, 1)) as env_batch:
                 starts = torch.cat([env_batch.reset().obs, trajectory.step.obs[0]])
-            assert len(starts.unique(dim=0)) == 6  # on seeds that were not used before
+            assert len(starts.unique(dim=0)) == 6  # with seeds that were not used before
 
 
 @envpool
-def test_envpool_says_that_it_cannot_be_saved():
+def test_envpool_cannot_be_saved():
     with closing(LunarLander(backend="envpool").make(1, 0, TRAIN, 1)) as env_batch:
         env_batch.reset()
         assert not env_batch.resumable
@@ -267,43 +267,43 @@ def test_envpool_says_that_it_cannot_be_saved():
             env_batch.state_dict()
 
 
-# -- envpool's rows ---------------------------------------------------------------------------------------------
+# -- envpool's time steps ---------------------------------------------------------------------------------------------
 
 
 @envpool
-def test_envpool_begins_an_episode_with_the_row_after_an_end():
-    """Against the pool's own count of moves."""
+def test_envpool_begins_an_episode_after_the_last_step():
+    """Compared with the pool's own step counter."""
     action = random_actions(4, 300, 3)
     with closing(LunarLander(backend="envpool", limit=90).make(3, SEED, TRAIN, 1)) as env_batch:
         env_batch.reset()
-        pool, told = env_batch.pool, []  # type: ignore[attr-defined]
+        pool, outputs = env_batch.pool, []  # type: ignore[attr-defined]
         step = pool.step
-        pool.step = lambda chosen: told.append(step(chosen)) or told[-1]
-        rows = tree.stack([env_batch.step(chosen)[0] for chosen in action])
-    obs, reward, terminated, truncated, info = zip(*told, strict=True)
-    moves = torch.from_numpy(np.stack([i["elapsed_step"] for i in info]))
+        pool.step = lambda chosen: outputs.append(step(chosen)) or outputs[-1]
+        steps = tree.stack([env_batch.step(chosen)[0] for chosen in action])
+    obs, reward, terminated, truncated, info = zip(*outputs, strict=True)
+    elapsed = torch.from_numpy(np.stack([i["elapsed_step"] for i in info]))
     ended = torch.from_numpy(np.stack(terminated) | np.stack(truncated))
     assert np.stack(truncated).any()
     assert np.stack(terminated).any()
-    assert rows.is_first.sum() >= 6
-    assert rows.is_first.equal(moves == 0)
-    assert rows.is_first[1:].equal(ended[:-1])
-    assert rows.obs.equal(torch.from_numpy(np.stack(obs)))
-    assert rows.reward.equal(torch.from_numpy(np.stack(reward)))
-    assert (rows.reward[rows.is_first] == 0).all()
-    assert (rows.prev_action[rows.is_first] == 0).all()
-    assert (rows.obs[rows.is_first][:, 1] > 1.3).all()  # high above the ground
+    assert steps.is_first.sum() >= 6
+    assert steps.is_first.equal(elapsed == 0)
+    assert steps.is_first[1:].equal(ended[:-1])
+    assert steps.obs.equal(torch.from_numpy(np.stack(obs)))
+    assert steps.reward.equal(torch.from_numpy(np.stack(reward)))
+    assert (steps.reward[steps.is_first] == 0).all()
+    assert (steps.prev_action[steps.is_first] == 0).all()
+    assert (steps.obs[steps.is_first][:, 1] > 1.3).all()  # high above the ground
 
 
 @envpool
-def test_envpool_rows_told_earlier_do_not_change():
+def test_envpools_earlier_time_steps_do_not_change():
     with closing(LunarLander(backend="envpool").make(2, SEED, TRAIN, 1)) as env_batch:
-        told = [env_batch.reset()]
-        copies = [told[0].obs.clone()]
+        seen = [env_batch.reset()]
+        copies = [seen[0].obs.clone()]
         for chosen in random_actions(4, 20, 2):
-            told.append(env_batch.step(chosen)[0])
-            copies.append(told[-1].obs.clone())
-    assert all(row.obs.equal(copy) for row, copy in zip(told, copies, strict=True))
+            seen.append(env_batch.step(chosen)[0])
+            copies.append(seen[-1].obs.clone())
+    assert all(step.obs.equal(copy) for step, copy in zip(seen, copies, strict=True))
 
 
 # -- processes --------------------------------------------------------------------------------------------------
@@ -317,21 +317,21 @@ def workers(env_batch: EnvBatch) -> list[multiprocessing.Process]:
 
 @box2d
 @pytest.mark.parametrize(("threads", "shares"), [(1, 1), (2, 2), (9, 5)])
-def test_processes_share_the_environments_and_tell_the_same_story(threads: int, shares: int):
+def test_environments_in_processes_give_the_same_rollout(threads: int, shares: int):
     action = random_actions(4, 120, 5)
-    here, told = rows_of(LunarLander(), action)
+    here, ended = steps_of(LunarLander(), action)
     with closing(LunarLander(processes=True).make(5, SEED, TRAIN, threads)) as env_batch:
         shared = workers(env_batch)
         assert len(shared) == shares
-        there, told_there = play(env_batch, action)
+        there, ended_there = play(env_batch, action)
     assert different_fields(here, there) == []
-    assert told == told_there
+    assert ended == ended_there
     assert not any(process.is_alive() for process in shared)
 
 
 @box2d
 @pytest.mark.timeout(60)
-def test_a_process_that_dies_is_told_at_once_and_every_time():
+def test_a_dead_process_is_reported_at_every_step():
     with closing(LunarLander(processes=True).make(4, SEED, TRAIN, 2)) as env_batch:
         env_batch.reset()
         victim, other = workers(env_batch)
@@ -345,12 +345,12 @@ def test_a_process_that_dies_is_told_at_once_and_every_time():
 
 
 @box2d
-def test_ctrl_c_does_not_reach_the_environments():
-    """It is sent to all processes of a terminal, and the run still has to come to a safe point."""
+def test_ctrl_c_does_not_reach_the_environment_processes():
+    """A terminal sends it to all processes, and the run still has to reach a safe point."""
     with closing(LunarLander(processes=True).make(2, SEED, TRAIN, 1)) as env_batch:
         env_batch.reset()
         (process,) = workers(env_batch)
         os.kill(process.pid, signal.SIGINT)  # type: ignore[arg-type]
-        row, _ = env_batch.step(torch.zeros(2, dtype=torch.int64))
+        step, _ = env_batch.step(torch.zeros(2, dtype=torch.int64))
         assert process.is_alive()
-        assert not row.is_first.any()
+        assert not step.is_first.any()

@@ -1,4 +1,4 @@
-"""Upside-Down RL and Reward-Conditioned Policies: as their equations say, told what to reach, and as whole runs."""
+"""Upside-Down RL and Reward-Conditioned Policies: their equations, their commands, and whole runs."""
 
 import copy
 import csv
@@ -45,9 +45,9 @@ from bestiary.types import Batch, Episode, Spec, TimeStep, Trajectory
 double = pytest.mark.usefixtures("_double")
 
 LANDER = Spec("lander", (8,), torch.float32, 4, horizon=1_000)
-PICTURE = Spec("picture", (1, 9, 9), torch.uint8, 4, horizon=20)
+IMAGE = Spec("camera", (1, 9, 9), torch.uint8, 4, horizon=20)
 BARE = Net(encoder=Mlp(num_layers=0), prev_action=False, prev_reward=False)
-udrl, rcp = partial(configure, Udrl), partial(configure, Rcp)  # settings of the replay by their names alone
+udrl, rcp = partial(configure, Udrl), partial(configure, Rcp)  # also take settings of the replay
 DELTA = DeltaNet(width=8, heads=2, layers=1, feedforward=8)
 ONE: dict[str, Any] = {"horizon": False, "command_shift": (0.0,), "command_scale": (1.0,)}  # commands without a horizon
 TWO: dict[str, Any] = {"command_shift": (0.0, 0.0), "command_scale": (1.0, 1.0)}
@@ -63,12 +63,12 @@ TWO: dict[str, Any] = {"command_shift": (0.0, 0.0), "command_scale": (1.0, 1.0)}
         ("gates", (64, 64), 1, 5_252),
     ],
 )
-def test_networks_have_as_many_parameters_as_the_references(network, head, width, parameters):
+def test_networks_have_the_published_numbers_of_parameters(network, head, width, parameters):
     cfg = udrl(network=network, head=head, **({} if width == 2 else ONE))
     assert count(cfg.agent(LANDER, BARE, Ff())) == parameters
 
 
-def test_the_critic_has_as_many_parameters_as_the_reference():
+def test_the_critic_has_the_published_number_of_parameters():
     cfg = rcp(critic_head=(128, 64))
     critic = cfg.learner(cfg.agent(LANDER, BARE, Ff()), 1).critic
     assert critic is not None and count(critic) == 9_473
@@ -78,7 +78,7 @@ def test_the_critic_has_as_many_parameters_as_the_reference():
     ("name", "parameters"),
     [("udrl-paper", 38_148), ("udrl-repo", 38_148), ("rcp-r-repo", 5_252), ("rcp-a-repo", 5_252)],
 )
-def test_presets_of_the_references_are_as_large_as_they_are(name, parameters):
+def test_faithful_presets_have_the_published_numbers_of_parameters(name, parameters):
     experiment = preset(name)
     assert count(experiment.algo.agent(LANDER, experiment.net, experiment.core)) == parameters
 
@@ -115,7 +115,7 @@ PLAIN: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {"gate": gate, "gate
 @pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize("hidden", [(7,), (7, 6), (5, 6, 7)])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_network_is_its_equation_and_everything_in_it_is_trained(name, hidden, width):
+def test_a_network_follows_its_equation_and_all_of_it_is_trained(name, hidden, width):
     assert set(PLAIN) == set(NETWORKS)
     net = NETWORKS[name](4, width, hidden, 3)
     shaken(net)
@@ -132,7 +132,7 @@ def test_a_network_is_its_equation_and_everything_in_it_is_trained(name, hidden,
     assert (to_command != 0).any(-1).all()
 
 
-def test_the_gate_of_the_paper_begins_orthogonal():
+def test_the_gate_network_is_initialised_orthogonally():
     net: Any = NETWORKS["gate"](8, 2, (32, 16, 16), 4)
     for layer, gain in ((net.features, 1.0), (net.gate, 1.0), (net.layers[0], 2.0), (net.layers[1], 2.0)):
         w = layer.weight.double()
@@ -141,27 +141,29 @@ def test_the_gate_of_the_paper_begins_orthogonal():
         assert not layer.bias.any()
 
 
-def test_film_begins_with_nearly_no_preference():
+def test_the_film_network_is_nearly_uniform_at_first():
     net = NETWORKS["film"](8, 2, (64, 64), 4)
     assert net(torch.randn(100, 8), torch.randn(100, 2)).abs().max() < 0.05
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_commands_are_shown_shifted_and_scaled(name):
-    told = udrl(network=name, head=(8,), command_shift=(100.0, 20.0), command_scale=(0.01, 0.5)).agent(
+def test_the_network_sees_shifted_and_scaled_commands(name):
+    scaled = udrl(network=name, head=(8,), command_shift=(100.0, 20.0), command_scale=(0.01, 0.5)).agent(
         LANDER, BARE, Ff()
     )
     plain = udrl(network=name, head=(8,)).agent(LANDER, BARE, Ff())
-    plain.load_state_dict(told.state_dict())  # numbers that are settings are not among the weights
+    plain.load_state_dict(scaled.state_dict())  # shift and scale are settings, not weights
     h = torch.randn(6, 8)
     command = torch.tensor([50.0, 30.0]).expand(6, 2)
-    torch.testing.assert_close(told.logits(h, command), plain.logits(h, torch.tensor([-0.5, 5.0]).expand(6, 2)))
+    torch.testing.assert_close(scaled.logits(h, command), plain.logits(h, torch.tensor([-0.5, 5.0]).expand(6, 2)))
 
 
 # -- the agent --------------------------------------------------------------------------------------------------------
 
 
-def row(is_first: list[bool] | Tensor, reward: list[float] | Tensor | float = 0.0, spec: Spec = LANDER) -> TimeStep:
+def time_step(
+    is_first: list[bool] | Tensor, reward: list[float] | Tensor | float = 0.0, spec: Spec = LANDER
+) -> TimeStep:
     first = torch.as_tensor(is_first)
     size = len(first)
     return TimeStep(
@@ -190,8 +192,8 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def told(agent: ReturnConditionedAgent, steps: list[TimeStep], explore: Tensor | None, seed: int = 0) -> Tensor:
-    """Commands [T, B, W] while these rows are shown."""
+def commands_of(agent: ReturnConditionedAgent, steps: list[TimeStep], explore: Tensor | None, seed: int = 0) -> Tensor:
+    """Commands [T, B, W] at these time steps."""
     state, rng, commands = agent.initial_state(len(steps[0].reward)), generator(seed), []
     with torch.no_grad():
         for step in steps:
@@ -206,15 +208,15 @@ def story(T: int = 30, B: int = 6, seed: int = 0) -> list[TimeStep]:
     first = torch.rand(T, B, generator=rng) < 0.15
     first[0] = True
     reward = torch.randint(-8, 9, (T, B), generator=rng) / 4
-    return [row(first[t], torch.where(first[t], 0, reward[t])) for t in range(T)]
+    return [time_step(first[t], torch.where(first[t], 0, reward[t])) for t in range(T)]
 
 
 @pytest.mark.parametrize("explore", [None, torch.zeros(6), torch.ones(6)], ids=["greedy", "sampled", "exploring"])
 @pytest.mark.parametrize(("discount", "most"), [(1.0, None), (1.0, 10.0), (0.5, 12.0)])
-def test_a_command_is_drawn_where_an_episode_begins_and_shrinks_with_every_move(discount, most, explore):
+def test_a_command_is_sampled_at_the_first_step_and_then_updated(discount, most, explore):
     agent = aimed([[9.0, 4.0], [5.0, 3.0], [2.0, 7.0]], discount=discount, max_return=most)
     steps = story()
-    commands = told(agent, steps, explore)
+    commands = commands_of(agent, steps, explore)
     for b in range(6):
         for t, step in enumerate(steps):
             now = commands[t, b].tolist()
@@ -232,57 +234,63 @@ def test_a_command_is_drawn_where_an_episode_begins_and_shrinks_with_every_move(
         assert (commands[..., 0] == most).any() and commands[..., 0].max() <= most
 
 
-def test_no_more_is_ever_asked_for_than_the_most():
+def test_the_desired_return_never_exceeds_the_maximum():
     agent = aimed([[9.0, 4.0]], spread=np.array([4.0, 0.0]), max_return=10.0)
-    commands = told(agent, [row([True] * 200)], torch.ones(200))[0, :, 0]
+    commands = commands_of(agent, [time_step([True] * 200)], torch.ones(200))[0, :, 0]
     assert commands.max() == 10.0 and (commands < 10).any() and commands.min() >= 9
     agent.set_command_distribution(command_distribution(np.array([50.0, 3.0])))
-    assert told(agent, [row([True] * 2)], None)[0].tolist() == [[10.0, 3.0]] * 2
+    assert commands_of(agent, [time_step([True] * 2)], None)[0].tolist() == [[10.0, 3.0]] * 2
 
 
-def test_a_command_that_is_held_stays_as_it_was_drawn():
-    commands = told(aimed([[9.0, 4.0], [5.0, 3.0]], fixed_command=True), steps := story(), torch.ones(6))
+def test_a_fixed_command_stays_as_it_was_sampled():
+    commands = commands_of(aimed([[9.0, 4.0], [5.0, 3.0]], fixed_command=True), steps := story(), torch.ones(6))
     for t in range(1, len(steps)):
         on = ~steps[t].is_first
         assert torch.equal(commands[t][on], commands[t - 1][on])
     assert len({tuple(c) for c in commands.flatten(0, 1).tolist()}) == 2
 
 
-@pytest.mark.parametrize("hold", [True, False])
-def test_a_command_may_be_drawn_anew_for_every_move(hold):
-    agent = aimed([[9.0, 4.0], [5.0, 3.0]], fixed_command=hold, resample_command=True)
-    commands = told(agent, [row([False] * 500, 3.0)], None)[0]
+@pytest.mark.parametrize("fixed", [True, False])
+def test_a_command_may_be_resampled_at_every_step(fixed):
+    agent = aimed([[9.0, 4.0], [5.0, 3.0]], fixed_command=fixed, resample_command=True)
+    commands = commands_of(agent, [time_step([False] * 500, 3.0)], None)[0]
     assert {tuple(c) for c in commands.tolist()} == {(9.0, 4.0), (5.0, 3.0)}
     assert (commands[:, 0] == 9).float().mean().item() == pytest.approx(0.5, abs=0.1)
 
 
 @pytest.mark.parametrize("explore", [None, torch.zeros(400)], ids=["greedy", "sampled"])
-def test_evaluation_asks_for_no_more_than_was_reached(explore):
+def test_evaluations_sample_from_the_pool_alone(explore):
     agent = aimed([[9.0, 4.0], [5.0, 3.0]], spread=np.array([2.0, 0.0]), noise=np.array([0.5, 0.1]))
-    commands = told(agent, [row([True] * 400)], explore)[0]
+    commands = commands_of(agent, [time_step([True] * 400)], explore)[0]
     assert {tuple(c) for c in commands.tolist()} == {(9.0, 4.0), (5.0, 3.0)}
 
 
-def test_exploring_asks_for_more():
+def test_exploration_adds_spread_and_noise():
     size = 4_000
-    spread = told(aimed([[9.0, 4.0]], spread=np.array([2.0, 0.0])), [row([True] * size)], torch.ones(size))[0]
+    spread = commands_of(
+        aimed([[9.0, 4.0]], spread=np.array([2.0, 0.0])), [time_step([True] * size)], torch.ones(size)
+    )[0]
     assert (spread[:, 1] == 4).all()
     u = (spread[:, 0].double() - 9) / 2
     assert u.min() >= 0 and u.max() < 1
-    assert torch.histc(u, 10, 0, 1).tolist() == pytest.approx([400] * 10, abs=100)  # five deviations
-    noise = told(aimed([[9.0, 4.0]], noise=np.array([0.5, 0.0])), [row([True] * size)], torch.ones(size))[0]
+    assert torch.histc(u, 10, 0, 1).tolist() == pytest.approx([400] * 10, abs=100)  # five standard deviations
+    noise = commands_of(aimed([[9.0, 4.0]], noise=np.array([0.5, 0.0])), [time_step([True] * size)], torch.ones(size))[
+        0
+    ]
     z = (noise[:, 0].double() - 9) / 0.5
     assert z.mean().item() == pytest.approx(0, abs=0.08) and z.std().item() == pytest.approx(1, abs=0.06)
     assert (noise[:, 1] == 4).all()
 
 
-def test_each_slot_explores_as_it_is_told():
+def test_each_environment_has_its_own_exploration_rate():
     explore = torch.tensor([0.0, 1.0] * 50)
-    commands = told(aimed([[9.0, 4.0]], spread=np.array([2.0, 0.0])), [row([True] * 100)], explore)[0, :, 0]
+    commands = commands_of(aimed([[9.0, 4.0]], spread=np.array([2.0, 0.0])), [time_step([True] * 100)], explore)[
+        0, :, 0
+    ]
     assert (commands[explore == 0] == 9).all() and (commands[explore == 1] > 9).all()
 
 
-def test_a_pool_that_is_not_full_repeats_what_it_has():
+def test_a_smaller_pool_is_repeated():
     agent = agent_of(command_source="episode", command_episodes=7)
     agent.set_command_distribution(command_distribution(np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])))
     assert agent.pool[:, 0].tolist() == [1.0, 3.0, 5.0, 1.0, 3.0, 5.0, 1.0]
@@ -291,13 +299,13 @@ def test_a_pool_that_is_not_full_repeats_what_it_has():
 
 
 def actions_of(agent: ReturnConditionedAgent, explore: Tensor | None, size: int, seed: int = 0) -> Tensor:
-    """Of so many slots that all see the same."""
-    step = row([True] * size)._replace(obs=torch.linspace(-1, 1, 8).expand(size, -1))
+    """Actions in so many environments with the same observation."""
+    step = time_step([True] * size)._replace(obs=torch.linspace(-1, 1, 8).expand(size, -1))
     with torch.no_grad():
         return agent.act(step, agent.initial_state(size), explore, generator(seed))[0]
 
 
-def test_an_agent_that_has_learnt_nothing_does_anything_while_it_explores():
+def test_an_untrained_agent_explores_uniformly():
     agent = aimed([[9.0, 4.0]])
     shaken(agent.policy)
     agent.untrained.fill_(True)
@@ -308,38 +316,38 @@ def test_an_agent_that_has_learnt_nothing_does_anything_while_it_explores():
     agent.untrained.fill_(False)
     learnt = actions_of(agent, torch.ones(4_000), 4_000).bincount(minlength=4) / 4_000
     assert (learnt - 0.25).abs().max() > 0.1
-    agent.untrained.fill_(True)  # an evaluation shows what there is
+    agent.untrained.fill_(True)  # not in evaluations
     sampled = actions_of(agent, torch.zeros(4_000), 4_000).bincount(minlength=4) / 4_000
     assert sampled.tolist() == pytest.approx(learnt.tolist(), abs=0.05)
 
 
-def test_the_policy_is_sharpened_at_random_for_every_episode():
+def test_the_inverse_temperature_is_log_uniform_per_episode():
     agent = aimed([[9.0, 4.0]])
     agent.max_inverse_temperature.fill_(4.0)
     size = 2_000
     state, rng = agent.initial_state(size), generator()
     with torch.no_grad():
-        _, _, state = agent.act(row([True] * size), state, torch.ones(size), rng)
-        sharp = state[1]
-        assert sharp.min() >= 1 and sharp.max() <= 4
-        even = sharp.log() / math.log(4)  # every factor is as likely as any other
-        assert torch.histc(even, 10, 0, 1).tolist() == pytest.approx([200] * 10, abs=75)
+        _, _, state = agent.act(time_step([True] * size), state, torch.ones(size), rng)
+        factor = state[1]
+        assert factor.min() >= 1 and factor.max() <= 4
+        uniform = factor.log() / math.log(4)  # log-uniform
+        assert torch.histc(uniform, 10, 0, 1).tolist() == pytest.approx([200] * 10, abs=75)
         again = torch.arange(size) % 3 == 0
-        _, _, state = agent.act(row(again), state, torch.ones(size), rng)
-        assert torch.equal(state[1][~again], sharp[~again]) and (state[1][again] != sharp[again]).all()
-        _, _, plain = agent.act(row([True] * size), state, torch.zeros(size), rng)
-        assert (plain[1] == 1).all()  # where nothing is explored it is played as it is
+        _, _, state = agent.act(time_step(again), state, torch.ones(size), rng)
+        assert torch.equal(state[1][~again], factor[~again]) and (state[1][again] != factor[again]).all()
+        _, _, plain = agent.act(time_step([True] * size), state, torch.zeros(size), rng)
+        assert (plain[1] == 1).all()  # 1 without exploration
 
 
-def test_actions_are_as_likely_as_the_sharpened_policy_says(monkeypatch):
+def test_actions_follow_the_policy_at_its_inverse_temperature(monkeypatch):
     agent = aimed([[9.0, 4.0]])
     logits = torch.tensor([0.5, 0.2, 0.0, -0.4])
     monkeypatch.setattr(agent, "logits", lambda h, command: logits.expand(len(h), 4))
     agent.max_inverse_temperature.fill_(3.0)
     size = 20_000
     share = actions_of(agent, torch.zeros(size), size).bincount(minlength=4) / size
-    torch.testing.assert_close(share, logits.softmax(-1), atol=0.02, rtol=0)  # not exploring: as it is
-    assert (share - (3 * logits).softmax(-1)).abs().max() > 0.1  # it would be noticed
+    torch.testing.assert_close(share, logits.softmax(-1), atol=0.02, rtol=0)  # without exploration: 1
+    assert (share - (3 * logits).softmax(-1)).abs().max() > 0.1  # the difference is large enough to be seen
     bold = actions_of(agent, torch.ones(size), size).bincount(minlength=4) / size
     factors = 3.0 ** torch.linspace(0, 1, 1_001)[:, None]
     torch.testing.assert_close(bold, (factors * logits).softmax(-1).mean(0), atol=0.02, rtol=0)
@@ -348,7 +356,7 @@ def test_actions_are_as_likely_as_the_sharpened_policy_says(monkeypatch):
 
 
 @pytest.mark.parametrize("core", [Ff(), Lstm(hidden=6), DELTA], ids=["ff", "lstm", "delta-net"])
-def test_rows_of_a_batch_do_not_mix(core):
+def test_environments_of_a_batch_do_not_mix(core):
     agent = aimed([[9.0, 4.0]], core=core)
     steps = story(12, 5)
     logits = recorded(agent, steps)
@@ -358,17 +366,17 @@ def test_rows_of_a_batch_do_not_mix(core):
 
 
 def recorded(agent: ReturnConditionedAgent, steps: list[TimeStep]) -> Tensor:
-    """Logits [T, B, A] while acting greedily, row by row."""
+    """Logits [T, B, A] while acting greedily, step by step."""
     found: list[Tensor] = []
     hook = agent.policy.register_forward_hook(lambda module, inputs, output: found.append(output))
-    told(agent, steps, None)
+    commands_of(agent, steps, None)
     hook.remove()
     return torch.stack(found)
 
 
 @pytest.mark.parametrize("core", [Ff(), Lstm(hidden=6), DELTA], ids=["ff", "lstm", "delta-net"])
 @pytest.mark.parametrize("normalise", [True, False])
-def test_acting_row_by_row_is_what_the_learner_computes_of_a_window(core, normalise):
+def test_acting_step_by_step_equals_the_learners_unroll(core, normalise):
     agent = aimed([[9.0, 4.0], [5.0, 3.0]], core=core, normalise=normalise, command_scale=(0.1, 0.2))
     if normalise:
         agent.obs_mean.copy_(torch.randn(8))
@@ -376,14 +384,14 @@ def test_acting_row_by_row_is_what_the_learner_computes_of_a_window(core, normal
     steps = story(15, 4)
     found: list[Tensor] = []
     hook = agent.policy.register_forward_hook(lambda module, inputs, output: found.append(output))
-    commands = told(agent, steps, torch.ones(4))
+    commands = commands_of(agent, steps, torch.ones(4))
     hook.remove()
     with torch.no_grad():
         h, _ = agent.torso(agent.normalise(tree.stack(steps)), agent.torso.initial_state(4))
         torch.testing.assert_close(agent.logits(h, commands), torch.stack(found), rtol=1e-4, atol=1e-5)
 
 
-def test_what_an_agent_aims_at_travels_with_its_weights():
+def test_the_command_distribution_travels_with_the_weights():
     agent = aimed([[9.0, 4.0], [5.0, 3.0]], spread=1.0, noise=0.5, normalise=True)
     agent.obs_mean.copy_(torch.randn(8))
     agent.obs_std.fill_(2.0)
@@ -393,7 +401,7 @@ def test_what_an_agent_aims_at_travels_with_its_weights():
     other.load_state_dict(through_a_file(agent.state_dict()))
     assert not other.untrained
     steps, explore = story(), torch.ones(6)
-    assert torch.equal(told(agent, steps, explore), told(other, steps, explore))
+    assert torch.equal(commands_of(agent, steps, explore), commands_of(other, steps, explore))
     assert torch.equal(recorded(agent, steps), recorded(other, steps))
 
 
@@ -403,25 +411,25 @@ def test_what_an_agent_aims_at_travels_with_its_weights():
 def batch_of(
     cfg: ReturnConditioned, seed: int = 0, T: int = 6, B: int = 4, pool: list[list[float]] | None = None
 ) -> Batch:
-    """Windows as a replay gives them: some begin before their episode, some end after it."""
+    """Sequences as a replay samples them: some begin before their episode, some end after it."""
     rng = torch.Generator().manual_seed(seed)
     total, dtype = cfg.burn_in + T, torch.get_default_dtype()
-    start, moves = torch.randint(1 - T, 4, (B,), generator=rng), torch.randint(4, 9, (B,), generator=rng)
-    move = start + torch.arange(-cfg.burn_in, T)[:, None]
-    valid = ((move >= 0) & (move < moves))[cfg.burn_in :]
+    start, length = torch.randint(1 - T, 4, (B,), generator=rng), torch.randint(4, 9, (B,), generator=rng)
+    number = start + torch.arange(-cfg.burn_in, T)[:, None]
+    valid = ((number >= 0) & (number < length))[cfg.burn_in :]
     assert valid.any(0).all()
-    first = (move <= 0) | (move > moves)
+    first = (number <= 0) | (number > length)
     action = torch.randint(4, (total, B), generator=rng)
     step = TimeStep(
         obs=torch.randn(total, B, 3, generator=rng, dtype=dtype),
         prev_action=torch.randint(4, (total, B), generator=rng) * ~first,
         reward=torch.randn(total, B, generator=rng, dtype=dtype) * ~first,
         is_first=first,
-        is_terminal=move >= moves,
+        is_terminal=number >= length,
     )
     named = ("return_to_go", "horizon", "episode_return", "rank_score", "value_target", "advantage")
     aux = {name: torch.randn(T, B, generator=rng, dtype=dtype) for name in named}
-    aux["horizon"] = (moves - move)[cfg.burn_in :].clamp(min=1).to(dtype)
+    aux["horizon"] = (length - number)[cfg.burn_in :].clamp(min=1).to(dtype)
     info = command_distribution(np.array(pool or [[1.0, 2.0][: cfg.width]]), spread=0.5)._asdict()
     return Batch(Trajectory(step, action, {"valid": valid, **aux}, (), torch.zeros(B)), info=info)
 
@@ -436,11 +444,11 @@ def learner_of(cfg: ReturnConditioned, total_steps: int = 1_000, core: Any = COR
 
 
 def plain_loss(learner: ReturnConditionedLearner, t: Trajectory) -> Tensor:
-    """Cross entropy of what was done, given what was reached: each valid move by its weight."""
+    """Weighted cross entropy of the actions, conditioned on what each valid transition achieved."""
     cfg, aux, online = learner.cfg, t.aux, learner.online
     reached = {"return-to-go": "return_to_go", "return": "episode_return", "advantage": "advantage"}[cfg.command]
-    by_move = cfg.command == "advantage" or cfg.weight_by == "transitions"
-    good = reached if by_move else "rank_score"
+    by_transition = cfg.command == "advantage" or cfg.weight_by == "transitions"
+    good = reached if by_transition else "rank_score"
     chosen = aux[good][aux["valid"]].tolist()
     mean = sum(chosen) / len(chosen)
     std = math.sqrt(sum((x - mean) ** 2 for x in chosen) / (len(chosen) - 1))
@@ -467,20 +475,24 @@ LOSSES: dict[str, ReturnConditioned] = {
     "udrl": udrl(**TOY, network="gate", command_scale=(0.5, 0.1)),
     "udrl, burn-in": udrl(**TOY, burn_in=3, network="film", command_shift=(0.5, 2.0), label_smoothing=0.1),
     "udrl, returns": udrl(**TOY, command="return", network="gates", weighting="exponential"),
-    "udrl, adjusted": udrl(**TOY, command="return", start_state_baseline=True, weighting="exponential", beta=0.5),
+    "udrl, start-state baseline": udrl(
+        **TOY, command="return", start_state_baseline=True, weighting="exponential", beta=0.5
+    ),
     "rcp-r": rcp(**TOY, command="return", network="gates", beta=0.5, weight_cap=2.0),
     "rcp-r, discounted": rcp(**TOY, command="return-to-go", command_source="maximum", network="gates"),
-    "rcp-r, by moves": rcp(**TOY, command="return-to-go", weight_by="transitions", start_state_baseline=True, beta=0.5),
+    "rcp-r, by transitions": rcp(
+        **TOY, command="return-to-go", weight_by="transitions", start_state_baseline=True, beta=0.5
+    ),
     "rcp-a": rcp(**TOY, network="gates", burn_in=2),
-    "rcp-a, adjusted": rcp(**TOY, start_state_baseline=True, label_smoothing=0.2, weight_cap=1.5),
+    "rcp-a, start-state baseline": rcp(**TOY, start_state_baseline=True, label_smoothing=0.2, weight_cap=1.5),
 }
 
 
 @double
 @pytest.mark.parametrize("cfg", LOSSES.values(), ids=LOSSES)
-def test_loss_and_gradient_are_those_of_a_loop(cfg, monkeypatch):
+def test_loss_and_gradient_equal_those_of_a_loop(cfg, monkeypatch):
     learner = learner_of(cfg)
-    monkeypatch.setattr(learner.optimizer, "step", lambda: None)  # so that gradients are of what is compared
+    monkeypatch.setattr(learner.optimizer, "step", lambda: None)  # so that all gradients are at the same weights
     for seed in range(2):
         batch = batch_of(cfg, seed)
         expected = plain_loss(learner, batch.trajectory)
@@ -495,9 +507,9 @@ def test_loss_and_gradient_are_those_of_a_loop(cfg, monkeypatch):
 
 
 @double
-def test_the_settings_of_the_cases_make_a_difference():
-    """An oracle that agrees with everything shows nothing."""
-    base = LOSSES["rcp-a, adjusted"]
+def test_every_setting_of_a_case_changes_the_loss():
+    """Otherwise the comparison would show nothing."""
+    base = LOSSES["rcp-a, start-state baseline"]
     changes = [
         {},
         {"beta": 0.3},
@@ -515,7 +527,7 @@ def test_the_settings_of_the_cases_make_a_difference():
 
 
 @double
-def test_what_lies_outside_an_episode_is_not_learnt_from():
+def test_steps_outside_the_episode_do_not_change_the_loss():
     cfg = LOSSES["rcp-a"]
     results = []
     for noise in (0.0, 1e3):
@@ -525,14 +537,14 @@ def test_what_lies_outside_an_episode_is_not_learnt_from():
         outside = ~t.aux["valid"]
         for name in ("return_to_go", "episode_return", "rank_score", "value_target", "advantage"):
             t.aux[name][outside] += noise
-        after = t.step.is_first[2:] & outside  # rows that are no part of an episode
+        after = t.step.is_first[2:] & outside  # padding
         t.step.obs[2:][after] += noise
         results.append({k: v.item() for k, v in learner.update(batch).metrics.items() if k != "value"})
     assert results[0] == pytest.approx(results[1], rel=1e-9)
 
 
 @double
-def test_metrics_tell_how_the_batch_was_used():
+def test_metrics_describe_the_weighted_batch():
     cfg = LOSSES["rcp-a"]
     learner, batch = learner_of(cfg), batch_of(cfg)
     t = batch.trajectory
@@ -549,7 +561,7 @@ def test_metrics_tell_how_the_batch_was_used():
     assert even == pytest.approx(valid.sum().item(), rel=1e-9)
 
 
-def test_the_first_update_ends_acting_at_random_and_says_where_to_aim():
+def test_the_first_update_ends_uniform_exploration_and_sets_commands():
     cfg = udrl(**TOY, command_episodes=5)
     learner = learner_of(cfg)
     assert learner.agent.untrained
@@ -561,7 +573,7 @@ def test_the_first_update_ends_acting_at_random_and_says_where_to_aim():
 
 @double
 @pytest.mark.parametrize("average", [0.5, 0.9, 1.0])
-def test_what_acts_is_a_plain_mean_at_first_and_later_follows_slowly(average):
+def test_the_acting_network_is_a_mean_at_first_then_a_moving_average(average):
     cfg = udrl(**TOY, ema_decay=average, optimizer=Adam(lr=0.1))
     learner = learner_of(cfg)
     mean = None
@@ -577,30 +589,30 @@ def test_what_acts_is_a_plain_mean_at_first_and_later_follows_slowly(average):
     assert plain.agent is plain.online
 
 
-def learnt_from(batch: Batch, cfg: ReturnConditioned) -> Tensor:
-    """Observations of all moves, [N, ...]: not of rows around an episode, which repeat its ends, or before a window."""
+def trained_obs(batch: Batch, cfg: ReturnConditioned) -> Tensor:
+    """Observations of all transitions, [N, ...], without padding and burn-in."""
     return batch.trajectory.step.obs[cfg.burn_in :][batch.trajectory.aux["valid"]].double()
 
 
-def normal(seen: list[Tensor], weight: list[float]) -> tuple[Tensor, Tensor]:
-    """Mean and deviation where each batch weighs so much."""
+def weighted_stats(seen: list[Tensor], weight: list[float]) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of observations with one weight per batch."""
     both = list(zip(weight, seen, strict=True))
     mean = torch.stack([w * x.mean(0) for w, x in both]).sum(0)
     return mean, torch.stack([w * (x - mean).square().mean(0) for w, x in both]).sum(0).sqrt()
 
 
 @pytest.mark.parametrize("average", [None, 0.9])
-def test_observations_are_shown_in_deviations_from_the_mean_of_those_seen(average):
-    """Far from zero, and of several sizes: every batch counts the same."""
+def test_observations_are_standardised_with_running_statistics(average):
+    """The features are far from zero and of different sizes. At first all batches have the same weight."""
     cfg = udrl(**TOY, normalise=True, ema_decay=average)
     learner, seen = learner_of(cfg), []
     for n in range(12):
         batch = batch_of(cfg, n)
         obs = batch.trajectory.step.obs
         obs.mul_(torch.tensor([1.0, 5.0, 0.2])).add_(torch.tensor([30.0, -4.0, 2.0]))
-        seen.append(learnt_from(batch, cfg))
+        seen.append(trained_obs(batch, cfg))
         learner.update(batch)
-        mean, spans = normal(seen, [1 / len(seen)] * len(seen))
+        mean, spans = weighted_stats(seen, [1 / len(seen)] * len(seen))
         for agent in {learner.agent, learner.online}:
             torch.testing.assert_close(agent.obs_mean.double(), mean, rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(agent.obs_std.double(), spans, rtol=1e-2, atol=1e-3)
@@ -611,7 +623,7 @@ def test_observations_are_shown_in_deviations_from_the_mean_of_those_seen(averag
     assert (wild == 5).all()
 
 
-def test_old_observations_count_less_after_many(monkeypatch):
+def test_statistics_become_a_moving_average_after_many_batches(monkeypatch):
     monkeypatch.setattr("bestiary.algos.return_conditioned.learner.OBS_STATS_BATCHES", 3)
     cfg = udrl(**TOY, normalise=True)
     learner, weight, seen = learner_of(cfg), [], []
@@ -621,31 +633,31 @@ def test_old_observations_count_less_after_many(monkeypatch):
         learner.update(batch)
         share = 1 / (1 + min(n, 3))
         weight = [(1 - share) * w for w in weight] + [share]
-        seen.append(learnt_from(batch, cfg))
+        seen.append(trained_obs(batch, cfg))
     assert sum(weight) == pytest.approx(1)
-    mean, spans = normal(seen, weight)
+    mean, spans = weighted_stats(seen, weight)
     torch.testing.assert_close(learner.agent.obs_mean.double(), mean, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(learner.agent.obs_std.double(), spans, rtol=1e-2, atol=1e-3)
 
 
-def test_what_is_not_normalised_is_shown_as_it_is():
+def test_without_normalisation_observations_are_unchanged():
     learner = learner_of(udrl(**TOY))
     batch = batch_of(learner.cfg)
     learner.update(batch)
     assert learner.agent.normalise(batch.trajectory.step) is batch.trajectory.step
 
 
-def test_the_policy_may_be_sharpened_more_and_more():
+def test_the_maximum_inverse_temperature_grows_over_its_schedule():
     cfg = udrl(**TOY, max_inverse_temperature=3.0, inverse_temperature_steps=40, updates_per_step=0.1)  # four updates
     learner = learner_of(cfg)
-    sharpest = [learner.update(batch_of(cfg)).metrics["max_inverse_temperature"].item() for _ in range(6)]
-    assert sharpest == pytest.approx([1.5, 2.0, 2.5, 3.0, 3.0, 3.0])
+    maximum = [learner.update(batch_of(cfg)).metrics["max_inverse_temperature"].item() for _ in range(6)]
+    assert maximum == pytest.approx([1.5, 2.0, 2.5, 3.0, 3.0, 3.0])
     assert learner.agent.max_inverse_temperature == 3.0
     plain = learner_of(udrl(**TOY))
     assert plain.update(batch_of(plain.cfg)).metrics["max_inverse_temperature"] == 1.0
 
 
-def test_the_learning_rate_falls_to_a_share_over_the_budget():
+def test_the_learning_rate_decays_to_a_fraction_over_the_budget():
     cfg = udrl(**TOY, updates_per_step=0.01, final_lr_fraction=0.2, optimizer=Adam(lr=1e-3))
     learner, rates = learner_of(cfg, total_steps=400), []
     for _ in range(6):
@@ -661,18 +673,20 @@ def test_the_learning_rate_falls_to_a_share_over_the_budget():
 # -- the critic -------------------------------------------------------------------------------------------------------
 
 
-def surveyed(seed: int = 0, lengths: tuple[int, ...] = (5, 3, 7), cut: tuple[bool, ...] = (False, True, True)) -> Batch:
-    """Whole episodes, side by side; those that are cut have run out of time."""
+def whole_episodes(
+    seed: int = 0, lengths: tuple[int, ...] = (5, 3, 7), cut: tuple[bool, ...] = (False, True, True)
+) -> Batch:
+    """Whole episodes, one per column; `cut` says which are truncated."""
     rng = torch.Generator().manual_seed(seed)
     T, B, dtype = max(lengths) + 1, len(lengths), torch.get_default_dtype()
-    move, moves = torch.arange(T)[:, None], torch.tensor(lengths)
-    first = (move == 0) | (move > moves)
+    number, length = torch.arange(T)[:, None], torch.tensor(lengths)
+    first = (number == 0) | (number > length)
     step = TimeStep(
         obs=torch.randn(T, B, 3, generator=rng, dtype=dtype),
         prev_action=torch.randint(4, (T, B), generator=rng) * ~first,
         reward=torch.randn(T, B, generator=rng, dtype=dtype) * ~first,
         is_first=first,
-        is_terminal=(move >= moves) & ~torch.tensor(cut),
+        is_terminal=(number >= length) & ~torch.tensor(cut),
     )
     t = Trajectory(step, torch.zeros(T, B, dtype=torch.int64), {}, (), torch.zeros(B))
     return Batch(t, keys=torch.arange(B), info={"critic_refresh": torch.ones(())})
@@ -694,10 +708,10 @@ CRITIC: dict[str, Any] = TOY | {"critic_head": (6, 5), "value_scale": 10.0, "dis
 
 @double
 @pytest.mark.parametrize("critic", ["separate", "joint"])
-def test_a_survey_gives_lambda_returns(critic):
-    """Behind a time limit lies what the last row is worth, behind a true end nothing; the reference knows no limits."""
+def test_a_critic_refresh_gives_lambda_returns(critic):
+    """Truncated episodes bootstrap from V of their last state; for a joint critic they count as terminated."""
     learner = learner_of(rcp(**CRITIC, critic=critic, command_source="maximum"))
-    batch = surveyed()
+    batch = whole_episodes()
     t, lengths, cut = batch.trajectory, (5, 3, 7), (False, True, True)
     update = learner.update(batch)
     assert update.metrics == {} and learner.updates == 0
@@ -705,15 +719,15 @@ def test_a_survey_gives_lambda_returns(critic):
     for b, length in enumerate(lengths):
         v = plain_values(learner, t, b)
         after = v[length].item() if cut[b] and critic == "separate" else 0.0
-        for move in reversed(range(length)):
-            ahead = after if move == length - 1 else 0.2 * v[move + 1].item() + 0.8 * after
-            after = t.step.reward[move + 1, b].item() / 10 + 0.9 * ahead
-            errors.append(v[move] - after)
+        for k in reversed(range(length)):
+            ahead = after if k == length - 1 else 0.2 * v[k + 1].item() + 0.8 * after
+            after = t.step.reward[k + 1, b].item() / 10 + 0.9 * ahead
+            errors.append(v[k] - after)
             if critic == "separate":
                 assert update.value_targets is not None
-                target, advantage = (x[move, b].item() for x in update.value_targets)
+                target, advantage = (x[k, b].item() for x in update.value_targets)
                 assert target == pytest.approx(after, rel=1e-10)
-                assert advantage == pytest.approx(after - v[move].item(), rel=1e-10)
+                assert advantage == pytest.approx(after - v[k].item(), rel=1e-10)
     if critic == "separate":
         assert update.value_targets is not None and update.priorities is None
         assert all(x.shape == (7, 3) and not x.requires_grad for x in update.value_targets)
@@ -727,7 +741,7 @@ def test_a_survey_gives_lambda_returns(critic):
 
 
 @double
-def test_a_joint_critic_adds_its_loss_once_and_to_the_next_update_alone():
+def test_a_joint_critics_loss_is_added_to_the_next_update_only():
     cfg = rcp(**CRITIC, critic="joint", command_source="maximum", optimizer=RmsProp(lr=1e-3))
     learner = learner_of(cfg)
     assert learner.critic is not None and learner.critic_optimizer is None
@@ -743,8 +757,8 @@ def test_a_joint_critic_adds_its_loss_once_and_to_the_next_update_alone():
         return any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
     states = [both()]
-    for kind in ("update", "survey", "update", "update"):
-        metrics = learner.update(surveyed() if kind == "survey" else batch_of(cfg)).metrics
+    for kind in ("update", "refresh", "update", "update"):
+        metrics = learner.update(whole_episodes() if kind == "refresh" else batch_of(cfg)).metrics
         assert not {"value", "value_loss"} & set(metrics)
         states.append(both())
     moved = [(changed(a[0], b[0]), changed(a[1], b[1])) for a, b in pairwise(states)]
@@ -752,23 +766,23 @@ def test_a_joint_critic_adds_its_loss_once_and_to_the_next_update_alone():
 
 
 @double
-def test_the_loss_that_is_told_is_the_policys(monkeypatch):
+def test_the_logged_loss_is_the_policys_alone(monkeypatch):
     cfg = rcp(**CRITIC, critic="joint", command_source="maximum")
-    told_losses, norms = [], []
-    for survey in (False, True):
+    losses, norms = [], []
+    for refresh in (False, True):
         torch.manual_seed(0)
         learner = learner_of(cfg)
-        if survey:
-            learner.update(surveyed())
+        if refresh:
+            learner.update(whole_episodes())
         metrics = learner.update(batch_of(cfg)).metrics
-        told_losses.append(metrics["loss"].item())
+        losses.append(metrics["loss"].item())
         norms.append(metrics["grad_norm"].item())
-    assert told_losses[0] == told_losses[1] and norms[0] < norms[1]
+    assert losses[0] == losses[1] and norms[0] < norms[1]
 
 
 @double
 @pytest.mark.parametrize("value_scale", [1.0, 10.0])
-def test_a_joint_advantage_is_what_was_earned_less_what_was_expected_in_the_same_units(value_scale):
+def test_a_joint_advantage_is_return_to_go_minus_value(value_scale):
     cfg = rcp(**CRITIC | {"value_scale": value_scale}, critic="joint", command_source="maximum", burn_in=2)
     learner = learner_of(cfg)
     t = batch_of(cfg).trajectory
@@ -782,7 +796,7 @@ def test_a_joint_advantage_is_what_was_earned_less_what_was_expected_in_the_same
 
 
 @double
-def test_a_critic_of_its_own_learns_its_targets_where_there_are_moves():
+def test_a_separate_critic_is_trained_on_the_stored_targets():
     cfg = rcp(**CRITIC, burn_in=2, critic_optimizer=Adam(lr=1e-3))
     learner, batch = learner_of(cfg), batch_of(cfg)
     t, errors = batch.trajectory, []
@@ -806,8 +820,8 @@ def test_a_critic_of_its_own_learns_its_targets_where_there_are_moves():
     assert policy.keys() == learner.online.state_dict().keys()
 
 
-def test_the_largest_advantage_of_a_period_is_the_command_of_the_next(monkeypatch):
-    """Of the first batch at once; then of the largest among every four, with the deviation of that batch."""
+def test_the_largest_advantage_of_a_period_is_the_next_command(monkeypatch):
+    """At first that of the first batch, then the largest of four batches, with that batch's standard deviation."""
     cfg = rcp(**CRITIC, command_source="maximum", command_period=4)
     learner = learner_of(cfg)
     peaks = [3.0, 9.0, 2.0, 5.0, 4.0, 1.0, 8.0, 6.0, 7.0, 2.0, 1.0, 0.0]
@@ -815,7 +829,7 @@ def test_the_largest_advantage_of_a_period_is_the_command_of_the_next(monkeypatc
     for n, peak in enumerate(peaks):
         batch = batch_of(cfg, n)
         label = batch.trajectory.aux["advantage"]
-        label.clamp_(max=-1.0).masked_fill_(~batch.trajectory.aux["valid"], 1e3)  # no move, so no advantage
+        label.clamp_(max=-1.0).masked_fill_(~batch.trajectory.aux["valid"], 1e3)  # padding has no advantage
         place = batch.trajectory.aux["valid"].nonzero()[0]
         label[place[0], place[1]] = peak
         learner.update(batch)
@@ -836,14 +850,14 @@ SAVED: dict[str, ReturnConditioned] = {
     ),
     "rcp-r": rcp(**TOY, command="return", ema_decay=0.9),
     "rcp-a": rcp(**CRITIC, ema_decay=0.9, normalise=True),
-    "rcp-a, peak": rcp(**CRITIC, command_source="maximum", command_period=3),
+    "rcp-a, maximum": rcp(**CRITIC, command_source="maximum", command_period=3),
     "rcp-a, joint": rcp(**CRITIC, command_source="maximum", critic="joint", optimizer=RmsProp(momentum=0.9)),
 }
 
 
 @double
 @pytest.mark.parametrize("cfg", SAVED.values(), ids=SAVED)
-def test_a_saved_learner_goes_on_bit_for_bit(cfg):
+def test_a_saved_learner_continues_bit_for_bit(cfg):
     learner = learner_of(cfg)
     torch.manual_seed(2)
     other = learner_of(cfg)
@@ -856,7 +870,7 @@ def test_a_saved_learner_goes_on_bit_for_bit(cfg):
     for n in range(5, 12):
         both = [learner, other]
         if cfg.command == "advantage" and n % 3 == 0:
-            first, second = (x.update(surveyed(n)).value_targets for x in both)
+            first, second = (x.update(whole_episodes(n)).value_targets for x in both)
             assert first is None if cfg.critic == "joint" else all(map(torch.equal, first, second))  # type: ignore
         mine, theirs = (x.update(batch_of(cfg, n)).metrics for x in both)
         assert {k: v.item() for k, v in mine.items()} == {k: v.item() for k, v in theirs.items()}
@@ -865,7 +879,7 @@ def test_a_saved_learner_goes_on_bit_for_bit(cfg):
     assert same(learner.online.state_dict(), other.online.state_dict())
 
 
-# -- what cannot be ---------------------------------------------------------------------------------------------------
+# -- invalid settings --------------------------------------------------------------------------------------------------
 
 
 LEAST_ONE = ("unroll", "max_inverse_temperature", "command_episodes", "critic_period", "command_period")
@@ -922,13 +936,13 @@ LEAST_ONE = ("unroll", "max_inverse_temperature", "command_episodes", "critic_pe
         (Rcp, {"critic": "joint"}, r"algo\.command-source=percentile needs algo\.critic=separate"),
     ],
 )
-def test_numbers_that_cannot_work_are_refused_in_a_sentence(cls, settings, sentence):
+def test_invalid_settings_are_refused_in_a_sentence(cls, settings, sentence):
     with pytest.raises(UserError, match=sentence) as refused:
         configure(cls, **settings)
     assert "\n" not in str(refused.value)
 
 
-def test_an_experiment_refuses_what_its_replay_cannot_do():
+def test_invalid_replay_settings_are_refused():
     with pytest.raises(UserError, match=r"algo\.replay\.warmup=0 must be at least 1"):
         Experiment(algo=udrl(warmup=0))
     with pytest.raises(
@@ -938,21 +952,21 @@ def test_an_experiment_refuses_what_its_replay_cannot_do():
         Experiment(algo=rcp(sequence_length=300))
 
 
-def test_pictures_are_not_normalised():
-    with pytest.raises(UserError, match=r"algo\.normalise is for vector observations, but picture has images"):
-        udrl(normalise=True).agent(PICTURE, Net(), Ff())
+def test_images_are_not_normalised():
+    with pytest.raises(UserError, match=r"algo\.normalise is for vector observations, but camera has images"):
+        udrl(normalise=True).agent(IMAGE, Net(), Ff())
 
 
 @pytest.mark.parametrize("window", [4, None])
-def test_windows_must_hold_as_many_pictures_as_are_shown_at_once(window):
-    """Without memory a window is one row, unless more are asked for: the earlier pictures must come from somewhere."""
+def test_a_burn_in_must_fill_the_frame_stack(window):
+    """Without a recurrent core a sample is a single transition, so earlier frames must come from the burn-in."""
     with pytest.raises(UserError, match=r"algo\.burn-in=1 steps do not fill net\.frame-stack=3: raise it to 2"):
-        udrl(sequence_length=window, burn_in=1).agent(PICTURE, Net(frame_stack=3), Ff())
-    udrl(sequence_length=window, burn_in=2).agent(PICTURE, Net(frame_stack=3), Ff())
+        udrl(sequence_length=window, burn_in=1).agent(IMAGE, Net(frame_stack=3), Ff())
+    udrl(sequence_length=window, burn_in=2).agent(IMAGE, Net(frame_stack=3), Ff())
 
 
-def test_whole_episodes_hold_all_their_pictures():
-    udrl(sequence_length=None, burn_in=0).agent(PICTURE, Net(frame_stack=3), Lstm(hidden=4))
+def test_whole_episodes_need_no_burn_in_for_frames():
+    udrl(sequence_length=None, burn_in=0).agent(IMAGE, Net(frame_stack=3), Lstm(hidden=4))
 
 
 def test_continuous_actions_are_refused(tmp_path):
@@ -960,7 +974,7 @@ def test_continuous_actions_are_refused(tmp_path):
         bestiary.train(tiny(Gym("Pendulum-v1"), algo=Udrl()), tmp_path / "run")
 
 
-def test_a_command_has_as_many_numbers_as_the_agent_knows():
+def test_invalid_commands_are_refused():
     with pytest.raises(UserError, match=r"a command of this agent is a return and a number of steps: 2 numbers, not 1"):
         agent_of().set_command((5.0,))
     with pytest.raises(UserError, match=r"a command of this agent is a return: 1 numbers?, not 2"):
@@ -978,7 +992,7 @@ def test_a_command_has_as_many_numbers_as_the_agent_knows():
         agent_of(max_return=320.0).set_command((500.0, 3.0))
 
 
-def test_agents_without_commands_cannot_be_told_any():
+def test_other_agents_refuse_commands():
     with pytest.raises(UserError, match=r"--command is for agents that follow commands \(Udrl, Rcp\); this one does"):
         Impala().agent(LANDER, BARE, Ff()).set_command((5.0,))
 
@@ -991,7 +1005,7 @@ def test_the_replay_is_built_from_the_algorithms_settings(cfg):
     assert builder.command_distribution == cfg.command_distribution
     assert (builder.critic_refresh is None) == (cfg.command != "advantage")
     assert not builder.needs_returns_to_go and rcp(command="return-to-go").replay_builder(3).needs_returns_to_go
-    assert cfg.explorer(3)(row([True] * 3)).tolist() == [1.0] * 3
+    assert cfg.explorer(3)(time_step([True] * 3)).tolist() == [1.0] * 3
 
 
 def test_the_critic_is_refreshed_at_the_algorithms_period():
@@ -1003,54 +1017,54 @@ def test_the_critic_is_refreshed_at_the_algorithms_period():
     assert joint is not None and joint.period == 7 and not joint.store
 
 
-def test_learners_belong_to_their_agents():
+def test_a_learner_refuses_another_kind_of_agent():
     with pytest.raises(AssertionError):
         Udrl().learner(Impala().agent(LANDER, BARE, Ff()), 1)
 
 
-# -- what was asked for -----------------------------------------------------------------------------------------------
+# -- commands of episodes ----------------------------------------------------------------------------------------------
 
 
-class Ordered(ReturnConditionedAgent):
-    """Asks for another return in every episode, so that one can tell them apart."""
+class NumberedCommands(ReturnConditionedAgent):
+    """Every sampled command is another number."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.orders = 0
+        self.calls = 0
 
     def sample_commands(self, explore: Tensor | None, count: int, rng: torch.Generator) -> Tensor:
-        self.orders += 1
-        return torch.stack([self.orders + torch.arange(count) / 8, torch.full((count,), 50.0)], 1)
+        self.calls += 1
+        return torch.stack([self.calls + torch.arange(count) / 8, torch.full((count,), 50.0)], 1)
 
 
 @pytest.mark.parametrize("env", [Catch(rows=5), Gym("CartPole-v1")], ids=["catch", "cartpole"])
 @pytest.mark.parametrize("explore", [True, False])
-def test_an_episode_tells_what_it_was_asked_for_when_it_began(env, explore):
+def test_an_episode_reports_the_command_of_its_first_step(env, explore):
     env_batch = env.make(4, 0, 0, 1)
-    agent = Ordered(udrl(head=(4,)), env_batch.spec, Net(), Ff())
+    agent = NumberedCommands(udrl(head=(4,)), env_batch.spec, Net(), Ff())
     actor = Actor(env_batch, agent, FixedExploration(torch.ones(4)) if explore else None, 7, 0, torch.device("cpu"))
-    asked: list[list[tuple[float, ...]]] = [[] for _ in range(4)]
+    expected: list[list[tuple[float, ...]]] = [[] for _ in range(4)]
     seen = [0] * 4
-    shrunk = False
+    updated = False
     for number in range(12):
         t, episodes = actor.unroll()
-        for k in range(0 if number == 0 else 1, len(t.action)):  # the first row was the last of the one before
+        for k in range(0 if number == 0 else 1, len(t.action)):  # the first step is the last of the previous unroll
             for b in range(4):
                 command = tuple(t.aux["command"][k, b].tolist())
                 if t.step.is_first[k, b]:
-                    asked[b].append(command)
+                    expected[b].append(command)
                 else:
-                    shrunk |= command != asked[b][-1]
+                    updated |= command != expected[b][-1]
         for e in episodes:
-            assert tuple(e.info.values()) == asked[e.slot][seen[e.slot]]
+            assert tuple(e.info.values()) == expected[e.slot][seen[e.slot]]
             assert list(e.info) == ["desired_return", "desired_horizon"]
             seen[e.slot] += 1
     env_batch.close()
-    assert min(seen) > 1 and shrunk
-    assert len({a for column in asked for a in column}) == sum(map(len, asked))
+    assert min(seen) > 1 and updated
+    assert len({a for column in expected for a in column}) == sum(map(len, expected))
 
 
-def test_actors_go_on_knowing_what_was_asked_for():
+def test_a_resumed_actor_remembers_the_commands():
     def actor() -> Actor:
         env_batch = Catch(rows=5).make(3, 0, 0, 1)
         torch.manual_seed(0)
@@ -1068,7 +1082,7 @@ def test_actors_go_on_knowing_what_was_asked_for():
         assert all(len(e.info) == 2 for e in mine)
 
 
-def test_what_was_asked_for_is_summed_up():
+def test_evaluations_summarise_the_commands():
     blank = Episode(0, 1.0, 5, 5, (1.0,), False)
     assert info_summary([]) == info_summary([blank]) == {}
     one = info_summary([blank._replace(info={"desired_return": x}) for x in (2.0, 4.0)])
@@ -1079,14 +1093,14 @@ def test_what_was_asked_for_is_summed_up():
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sampled"])
-def test_games_are_played_as_told(mode):
+def test_a_command_that_was_set_is_used_in_every_episode(mode):
     env_batch = Catch(rows=5).make(3, 0, 0, 1)
     agent = udrl(head=(4,)).agent(env_batch.spec, Net(), Ff())
     agent.set_command_distribution(command_distribution(np.array([[7.0, 7.0]]), spread=5.0))
     agent.set_command((0.5, 4.0))
     for epsilon in (0.0, 0.5):
-        games = play_episodes(agent, env_batch, 7, mode, generator(), epsilon=epsilon)
-        assert [e.info for e in games] == [{"desired_return": 0.5, "desired_horizon": 4.0}] * 7
+        episodes = play_episodes(agent, env_batch, 7, mode, generator(), epsilon=epsilon)
+        assert [e.info for e in episodes] == [{"desired_return": 0.5, "desired_horizon": 4.0}] * 7
 
 
 # -- whole runs -------------------------------------------------------------------------------------------------------
@@ -1110,8 +1124,8 @@ def short(algo: ReturnConditioned, core: Any, frames: int = 1_500) -> Experiment
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "core"), list(zip(ALGOS, CORES, strict=True)))  # each once: they do not interact
-def test_half_a_run_resumed_equals_the_whole_run_bit_for_bit(name, core, tmp_path):
+@pytest.mark.parametrize(("name", "core"), list(zip(ALGOS, CORES, strict=True)))  # each once, as they do not interact
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(name, core, tmp_path):
     experiment = short(ALGOS[name], CORES[core])
     whole = bestiary.train(experiment, tmp_path / "whole")
     parts = interrupted(experiment, tmp_path / "parts", 800)
@@ -1128,7 +1142,7 @@ OTHERS: dict[str, ReturnConditioned] = {
     "udrl, per episode": udrl(
         **SHORT | {"updates_per_step": 0.2}, update_unit="episode", command_source="uniform", keep="best"
     ),
-    "udrl, windows": udrl(
+    "udrl, sequences": udrl(
         **SHORT, sequence_length=3, burn_in=2, sample_by="transitions", command_source="maximum", max_transitions=150
     ),
     "rcp-a, joint": rcp(
@@ -1139,29 +1153,30 @@ OTHERS: dict[str, ReturnConditioned] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_mixtures_of_the_parts_run_and_resume_too(name, tmp_path):
+def test_other_combinations_of_settings_run_and_resume(name, tmp_path):
     experiment = short(OTHERS[name], Lstm(hidden=8), frames=1_000)
     whole = bestiary.train(experiment, tmp_path / "whole")
     assert same(weights(whole), weights(interrupted(experiment, tmp_path / "parts", 500)))
     assert int(rows(whole)[-1]["updates"]) > 30
 
 
-def test_episodes_shorter_than_the_time_between_two_surveys_are_learnt_from(tmp_path):
-    """All that was judged is gone long before the critic is asked again."""
+def test_short_episodes_are_trained_on_between_two_critic_refreshes(tmp_path):
+    """All episodes with labels are evicted long before the next refresh is due."""
     algo = configure(ALGOS["rcp-a"], critic_period=1_000, capacity=10)
     run = bestiary.train(short(algo, Ff(), frames=1_000), tmp_path / "run")
     assert int(rows(run)[-1]["updates"]) > 30
 
 
-def test_a_run_is_evaluated_as_told(tmp_path):
+def test_an_evaluation_uses_the_given_command(tmp_path):
     run = bestiary.train(short(ALGOS["udrl"], Ff(), frames=400), tmp_path / "run")
     usual = bestiary.evaluate(run, 5, modes=("greedy",), threads=1)
-    asked = bestiary.evaluate(run, 5, modes=("greedy", "sampled"), threads=1, command=(0.75, 4.0))
-    assert usual["protocol"]["command"] == () and asked["protocol"]["command"] == (0.75, 4.0)
+    other_command = bestiary.evaluate(run, 5, modes=("greedy", "sampled"), threads=1, command=(0.75, 4.0))
+    assert usual["protocol"]["command"] == () and other_command["protocol"]["command"] == (0.75, 4.0)
     for mode in ("greedy", "sampled"):
-        assert asked[mode]["info"]["desired_return"]["min"] == asked[mode]["info"]["desired_return"]["max"] == 0.75
-        assert asked[mode]["info"]["desired_horizon"]["mean"] == 4.0
-    assert asked["file"].endswith("-command0.75-4.json") and usual["file"] != asked["file"]
+        desired_return = other_command[mode]["info"]["desired_return"]
+        assert desired_return["min"] == desired_return["max"] == 0.75
+        assert other_command[mode]["info"]["desired_horizon"]["mean"] == 4.0
+    assert other_command["file"].endswith("-command0.75-4.json") and usual["file"] != other_command["file"]
     assert set(usual["greedy"]["info"]) == {"desired_return", "desired_horizon"}
     with pytest.raises(UserError, match="2 numbers, not 1"):
         bestiary.evaluate(run, 5, threads=1, command=(1.0,))
@@ -1172,7 +1187,7 @@ def test_a_run_is_evaluated_as_told(tmp_path):
         bestiary.evaluate(other, 5, threads=1, command=(1.0,))
 
 
-def test_what_evaluations_ask_for_is_part_of_an_experiment(tmp_path):
+def test_the_command_of_evaluations_is_part_of_an_experiment(tmp_path):
     plan = Evaluation(every=200, episodes=3, command=(0.75, 4.0))
     run = bestiary.train(replace(short(ALGOS["udrl"], Ff(), frames=400), evaluation=plan), tmp_path / "run")
     with (run.path / "evaluations.csv").open() as file:
@@ -1185,7 +1200,7 @@ def test_what_evaluations_ask_for_is_part_of_an_experiment(tmp_path):
     assert own["greedy"]["info"]["desired_return"]["mean"] != 0.75 and own["protocol"]["command"] == []
 
 
-def test_what_evaluations_could_not_ask_for_is_refused_before_anything_starts():
+def test_an_invalid_command_of_evaluations_is_refused_beforehand():
     with pytest.raises(UserError, match=r"--evaluation\.command is for agents that follow commands \(Udrl, Rcp\)"):
         tiny(evaluation=Evaluation(command=(1.0,)))
     with pytest.raises(UserError, match="a return and a number of steps: 2 numbers, not 1"):
@@ -1194,7 +1209,7 @@ def test_what_evaluations_could_not_ask_for_is_refused_before_anything_starts():
         tiny(algo=Udrl(), evaluation=Evaluation(command=(1.0, 0.0)))
 
 
-def test_a_command_is_given_in_the_terminal(tmp_path, capsys):
+def test_the_command_line_takes_a_command(tmp_path, capsys):
     run = bestiary.train(short(ALGOS["udrl"], Ff(), frames=400), tmp_path / "run")
     few = ["--episodes", "3", "--mode", "greedy", "--threads", "1"]
     assert main.main(["eval", str(run.path), *few, "--command", "0.75,4"]) == 0
@@ -1213,7 +1228,7 @@ def test_a_command_is_given_in_the_terminal(tmp_path, capsys):
         assert capsys.readouterr().err == f"bestiary: {sentence}\n"
 
 
-def test_evaluations_during_training_tell_what_was_asked_for(tmp_path):
+def test_evaluations_during_training_log_the_command(tmp_path):
     experiment = replace(short(ALGOS["rcp-r"], Ff(), frames=400), evaluation=Evaluation(episodes=3))
     run = bestiary.train(experiment, tmp_path / "run")
     desired = float(rows(run, "evaluations.csv")[-1]["desired_return"])
@@ -1243,10 +1258,10 @@ CATCH = tiny(Catch(rows=6), net=BARE, core=Ff(), runtime=Local(envs=16, threads=
 @pytest.mark.learns
 @pytest.mark.parametrize("name", LEARNERS)
 def test_it_learns_to_catch(name, tmp_path):
-    assert score(replace(CATCH, algo=LEARNERS[name]), tmp_path / "run") > 0.9  # at random: -0.6
-    if name == "rcp-a":  # who asks for bad moves gets them
-        told = bestiary.evaluate(tmp_path / "run", 200, modes=("greedy",), threads=1, command=(-2.0,))
-        assert told["greedy"]["score"]["mean"] < 0.5
+    assert score(replace(CATCH, algo=LEARNERS[name]), tmp_path / "run") > 0.9  # a random policy: -0.6
+    if name == "rcp-a":  # a low desired advantage gives bad actions
+        result = bestiary.evaluate(tmp_path / "run", 200, modes=("greedy",), threads=1, command=(-2.0,))
+        assert result["greedy"]["score"]["mean"] < 0.5
 
 
 RECALL = replace(CATCH, env=Recall(delay=3, cues=3), algo=udrl(**QUICK | {"head": (32,)}), frames=8_000)
@@ -1259,4 +1274,4 @@ def test_udrl_with_an_lstm_recalls(tmp_path):
 
 @pytest.mark.learns
 def test_udrl_without_memory_stays_at_chance_on_recall(tmp_path):
-    assert score(RECALL, tmp_path / "run") < 0.48  # chance is a third, 200 games
+    assert score(RECALL, tmp_path / "run") < 0.48  # chance is a third, 200 episodes

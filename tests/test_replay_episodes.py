@@ -1,4 +1,4 @@
-"""Whole episodes, against a list of them: who is kept, what is drawn, and what a learner says of them."""
+"""The replay of episodes, compared with a list: what is kept, what is sampled, and the critic's labels."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -26,53 +26,53 @@ from bestiary.types import Batch, Spec, TimeStep, Trajectory, ValueTargets
 
 STREAMS = 3
 SPEC = Spec("script", (2,), torch.float32, 4, horizon=50)
-PICTURES = Spec("Any", (1, 84, 84), torch.uint8, 18, horizon=1_000)
-COMMAND = (torch.zeros(1, 2), torch.ones(1))  # what an agent carries besides its memory
+IMAGES = Spec("Any", (1, 84, 84), torch.uint8, 18, horizon=1_000)
+COMMAND = (torch.zeros(1, 2), torch.ones(1))  # command and inverse temperature
 MEMORY = (*COMMAND, torch.zeros(1, 5))
 
 
 class Script:
-    """What all streams would play. Observations tell stream and row; rewards are eighths, so that sums are exact."""
+    """The experience of all streams. Observations hold stream and time; rewards are eighths, so that sums are exact."""
 
-    def __init__(self, rows: int, density: float = 0.15, streams: int = STREAMS, seed: int = 0) -> None:
+    def __init__(self, steps: int, density: float = 0.15, streams: int = STREAMS, seed: int = 0) -> None:
         rng = torch.Generator().manual_seed(seed)
-        self.streams, self.length = streams, rows
-        self.is_first = torch.rand(rows, streams, generator=rng) < density
+        self.streams, self.length = streams, steps
+        self.is_first = torch.rand(steps, streams, generator=rng) < density
         self.is_first[0] = True
         last = torch.cat([self.is_first[1:], torch.zeros(1, streams, dtype=torch.bool)])
-        self.is_terminal = last & (torch.rand(rows, streams, generator=rng) < 0.6)  # else it ran out of time
-        self.reward = torch.randint(-16, 17, (rows, streams), generator=rng) / 8
+        self.is_terminal = last & (torch.rand(steps, streams, generator=rng) < 0.6)  # else the episode is truncated
+        self.reward = torch.randint(-16, 17, (steps, streams), generator=rng) / 8
         self.reward[self.is_first] = 0
 
     @staticmethod
     def of(lengths: list[int], rewards: list[float] | None = None) -> "Script":
-        """One stream that plays episodes of so many moves, each of which earns this much with its last one."""
+        """One stream with episodes of these lengths, each with one reward at its last step."""
         script = Script(sum(lengths) + len(lengths) + 1, 0.0, 1)
         script.reward[:] = 0
         at = 0
-        for n, earned in zip(lengths, rewards or [0.0] * len(lengths), strict=True):
-            script.reward[at + n] = earned
+        for n, final_reward in zip(lengths, rewards or [0.0] * len(lengths), strict=True):
+            script.reward[at + n] = final_reward
             at += n + 1
             script.is_first[at] = True
         return script
 
-    def at(self, row: Tensor, stream: Tensor) -> tuple[TimeStep, Tensor]:
-        stream = stream.expand_as(row)
-        number = 10_000 * stream + row + 1  # never 0
+    def at(self, index: Tensor, stream: Tensor) -> tuple[TimeStep, Tensor]:
+        stream = stream.expand_as(index)
+        number = 10_000 * stream + index + 1  # never 0
         step = TimeStep(
-            obs=torch.stack([stream, row], -1).float(),
+            obs=torch.stack([stream, index], -1).float(),
             prev_action=number + 1,
-            reward=self.reward[row, stream],
-            is_first=self.is_first[row, stream],
-            is_terminal=self.is_terminal[row, stream],
+            reward=self.reward[index, stream],
+            is_first=self.is_first[index, stream],
+            is_terminal=self.is_terminal[index, stream],
         )
         return step, number + 2
 
     def trajectory(self, start: int, unroll: int) -> Trajectory:
-        """Its version tells with which row it began."""
+        """Its version is the time of its first step."""
         stream = torch.arange(self.streams)
-        rows = torch.arange(start, start + unroll + 1)[:, None].expand(-1, self.streams)
-        return Trajectory(*self.at(rows, stream), {}, (), start + 0 * stream)
+        steps = torch.arange(start, start + unroll + 1)[:, None].expand(-1, self.streams)
+        return Trajectory(*self.at(steps, stream), {}, (), start + 0 * stream)
 
     def trajectories(self, unrolls: tuple[int, ...] = (5,)) -> Iterator[Trajectory]:
         start, number = 0, 0
@@ -82,16 +82,16 @@ class Script:
             number += 1
 
 
-class Played(NamedTuple):
-    """An episode as one would write it down."""
+class PlainEpisode(NamedTuple):
+    """One episode."""
 
     stream: int
     start: int
     rewards: list[float]
-    cut: bool
+    truncated: bool
 
     @property
-    def moves(self) -> int:
+    def length(self) -> int:
         return len(self.rewards)
 
     def return_to_go(self, step: int, discount: float) -> float:
@@ -103,46 +103,48 @@ class Naive:
 
     def __init__(self, cfg: EpisodesBuilder) -> None:
         self.builder, self.cfg = cfg, cfg.cfg
-        self.kept: list[Played] = []
-        self.arrived = self.moves = 0
+        self.kept: list[PlainEpisode] = []
+        self.arrived = self.steps = 0
 
     def add(self, script: Script, start: int, unroll: int) -> int:
-        """Returns how many episodes have ended in these rows."""
+        """Returns how many episodes have ended in these steps."""
         ended = 0
         for stream in range(script.streams):
-            for row in range(start + 1, start + unroll + 1):
-                if not script.is_first[row, stream]:
-                    self.moves += 1
+            for index in range(start + 1, start + unroll + 1):
+                if not script.is_first[index, stream]:
+                    self.steps += 1
                     continue
-                begun = row - 1
-                while not script.is_first[begun, stream]:
-                    begun -= 1
-                rewards = script.reward[begun + 1 : row, stream].tolist()
-                if rewards:  # a single row is no episode
-                    self.kept.append(Played(stream, begun, rewards, not script.is_terminal[row - 1, stream]))
+                beginning = index - 1
+                while not script.is_first[beginning, stream]:
+                    beginning -= 1
+                rewards = script.reward[beginning + 1 : index, stream].tolist()
+                if rewards:  # a single time step is no episode
+                    self.kept.append(
+                        PlainEpisode(stream, beginning, rewards, not script.is_terminal[index - 1, stream])
+                    )
                     self.arrived += 1
                     ended += 1
         if ended:
-            self.choose()
+            self.evict()
         return ended
 
-    def choose(self) -> None:
+    def evict(self) -> None:
         order = list(reversed(range(len(self.kept))))
-        if self.cfg.keep == "best":  # sorting leaves equals in order
-            order.sort(key=lambda n: self.merit(self.kept[n]), reverse=True)
-        stays, moves = [], 0
+        if self.cfg.keep == "best":  # sorting keeps the order of equals
+            order.sort(key=lambda n: self.rank_score(self.kept[n]), reverse=True)
+        stays, transitions = [], 0
         for n in order[: self.cfg.capacity]:
-            moves += self.kept[n].moves
-            if stays and self.cfg.max_transitions is not None and moves > self.cfg.max_transitions:
+            transitions += self.kept[n].length
+            if stays and self.cfg.max_transitions is not None and transitions > self.cfg.max_transitions:
                 break
             stays.append(n)
         self.kept = [self.kept[n] for n in sorted(stays)]
 
-    def merit(self, episode: Played) -> float:
+    def rank_score(self, episode: PlainEpisode) -> float:
         return sum(episode.rewards) - self.cfg.length_penalty * len(episode.rewards)
 
 
-def mean_return(held: EpisodeTable, said: np.ndarray) -> CommandDistribution:
+def mean_return(held: EpisodeTable, labels: np.ndarray) -> CommandDistribution:
     return command_distribution(np.array([held.episode_return.mean()]))
 
 
@@ -183,52 +185,52 @@ def fill(replay: EpisodeReplay, script: Script, unrolls: tuple[int, ...] = (5,))
     return replay
 
 
-def draw(replay: EpisodeReplay) -> Batch:
+def next_batch(replay: EpisodeReplay) -> Batch:
     batch = replay.sample()
     assert batch is not None
     return batch
 
 
 def places(batch: Batch, script: Script, burn_in: int) -> list[tuple[int, int, int]]:
-    """(stream, row where the episode begins, move with which the window begins) of every column."""
+    """(stream, time at which the episode begins, transition with which the sequence begins) of every column."""
     t = batch.trajectory
     found = []
     for b in range(t.action.shape[1]):
         inside = int(t.aux["valid"][:, b].nonzero()[0])
-        stream, row = t.step.obs[burn_in + inside, b].long().tolist()
-        begun = row
-        while not script.is_first[begun, stream]:
-            begun -= 1
-        found.append((stream, begun, row - begun - inside))
+        stream, index = t.step.obs[burn_in + inside, b].long().tolist()
+        beginning = index
+        while not script.is_first[beginning, stream]:
+            beginning -= 1
+        found.append((stream, beginning, index - beginning - inside))
     return found
 
 
 def check(batch: Batch, script: Script, cfg: EpisodesBuilder, naive: Naive, unrolls: tuple[int, ...] = (5,)) -> None:
-    """Every row of a batch, and all that is said of it, against what was played."""
+    """Compare every time step of a batch and its labels with the experience."""
     t, aux = batch.trajectory, batch.trajectory.aux
-    rows, columns = t.action.shape
-    window = rows - cfg.burn_in
-    starts = np.cumsum([0, *(unrolls * script.length)])  # rows with which trajectories began
+    steps, columns = t.action.shape
+    window = steps - cfg.burn_in
+    starts = np.cumsum([0, *(unrolls * script.length)])  # times at which trajectories begin
     kept = {(e.stream, e.start): e for e in naive.kept}
-    for b, (stream, begun, start) in zip(range(columns), places(batch, script, cfg.burn_in), strict=True):
-        episode = kept[stream, begun]
-        offset = torch.arange(rows) + start - cfg.burn_in
-        inside = offset.clamp(0, episode.moves)
-        step, action = script.at(begun + inside, torch.tensor(stream))
+    for b, (stream, beginning, start) in zip(range(columns), places(batch, script, cfg.burn_in), strict=True):
+        episode = kept[stream, beginning]
+        offset = torch.arange(steps) + start - cfg.burn_in
+        inside = offset.clamp(0, episode.length)
+        step, action = script.at(beginning + inside, torch.tensor(stream))
         step = step._replace(is_first=step.is_first | (offset != inside))
         for mine, theirs in zip((*t.step, t.action), (*step, action), strict=True):
             assert torch.equal(mine[:, b], theirs)
-        first = begun + int(inside[0])
+        first = beginning + int(inside[0])
         assert t.version[b] == starts[starts <= first].max()
-        moves = range(start, start + window)
-        valid = [0 <= move < episode.moves for move in moves]
+        transitions = range(start, start + window)
+        valid = [0 <= k < episode.length for k in transitions]
         assert aux["valid"][:, b].tolist() == valid
-        ahead = [episode.return_to_go(move, cfg.discount) for move, real in zip(moves, valid, strict=True) if real]
+        ahead = [episode.return_to_go(k, cfg.discount) for k, real in zip(transitions, valid, strict=True) if real]
         assert aux["return_to_go"][aux["valid"][:, b], b].tolist() == pytest.approx(ahead, rel=1e-6)
-        left = [episode.moves - move for move, real in zip(moves, valid, strict=True) if real]
+        left = [episode.length - k for k, real in zip(transitions, valid, strict=True) if real]
         assert aux["horizon"][aux["valid"][:, b], b].tolist() == left
         assert aux["episode_return"][:, b].tolist() == [sum(episode.rewards)] * window
-        assert aux["rank_score"][:, b].tolist() == pytest.approx([naive.merit(episode)] * window, rel=1e-6)
+        assert aux["rank_score"][:, b].tolist() == pytest.approx([naive.rank_score(episode)] * window, rel=1e-6)
     assert set(aux) - {"value_target", "advantage"} == {
         "valid",
         "return_to_go",
@@ -242,24 +244,24 @@ def check(batch: Batch, script: Script, cfg: EpisodesBuilder, naive: Naive, unro
 
 def assert_same(replay: EpisodeReplay, naive: Naive) -> None:
     held, kept = replay.table, naive.kept
-    assert held.length.tolist() == [e.moves for e in kept]
+    assert held.length.tolist() == [e.length for e in kept]
     assert held.episode_return.tolist() == [sum(e.rewards) for e in kept]
     assert held.discounted_return.tolist() == pytest.approx(
         [e.return_to_go(0, naive.builder.discount) for e in kept], rel=1e-9
     )
-    assert held.truncated.tolist() == [e.cut for e in kept] and held.truncated.dtype == bool
-    assert held.rank_score.tolist() == [naive.merit(e) for e in kept]
+    assert held.truncated.tolist() == [e.truncated for e in kept] and held.truncated.dtype == bool
+    assert held.rank_score.tolist() == [naive.rank_score(e) for e in kept]
     where = replay.storage.arrays[0].obs[held.start].long().tolist() if len(kept) else []
     assert where == [[e.stream, e.start] for e in kept]
     assert (np.diff(held.number) > 0).all() and replay.arrived == naive.arrived
     assert len(set(held.number)) == len(kept)
 
 
-# -- who is kept -----------------------------------------------------------------------------------------------------
+# -- eviction -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("capacity", "moves", "unrolls"),
+    ("capacity", "transitions", "unrolls"),
     [
         (20, None, (5,)),
         (3, None, (1,)),
@@ -272,8 +274,8 @@ def assert_same(replay: EpisodeReplay, naive: Naive) -> None:
 @pytest.mark.parametrize(
     ("keep", "length_penalty"), [("best", 0.0), ("best", 0.25), ("recent", 0.25), ("mixture", 0.0)]
 )
-def test_the_episodes_held_are_those_of_a_list(keep, length_penalty, capacity, moves, unrolls):
-    cfg = settings(keep=keep, capacity=capacity, max_transitions=moves, length_penalty=length_penalty)
+def test_the_episodes_held_equal_those_of_a_list(keep, length_penalty, capacity, transitions, unrolls):
+    cfg = settings(keep=keep, capacity=capacity, max_transitions=transitions, length_penalty=length_penalty)
     for seed, density in ((0, 0.15), (1, 0.6)):
         script, replay, naive = Script(91, density, seed=seed), build(cfg), Naive(cfg)
         for t in script.trajectories(unrolls):
@@ -282,11 +284,11 @@ def test_the_episodes_held_are_those_of_a_list(keep, length_penalty, capacity, m
             assert_same(replay, naive)
             assert len(naive.kept) <= capacity
         assert naive.arrived > min(capacity, 20)
-        told = replay.metrics()
-        assert told["replay_episodes"] == len(naive.kept)
-        assert told["replay_steps"] == sum(e.moves + 1 for e in naive.kept)
-        assert told["replay_return"] == pytest.approx(np.mean([sum(e.rewards) for e in naive.kept]))
-        assert told["replay_length"] == pytest.approx(np.mean([e.moves for e in naive.kept]))
+        metrics = replay.metrics()
+        assert metrics["replay_episodes"] == len(naive.kept)
+        assert metrics["replay_steps"] == sum(e.length + 1 for e in naive.kept)
+        assert metrics["replay_return"] == pytest.approx(np.mean([sum(e.rewards) for e in naive.kept]))
+        assert metrics["replay_length"] == pytest.approx(np.mean([e.length for e in naive.kept]))
 
 
 @searching(max_examples=15, deadline=None)
@@ -299,9 +301,9 @@ def test_the_episodes_held_are_those_of_a_list(keep, length_penalty, capacity, m
     st.none() | st.integers(1, 60),
     st.sampled_from([(1, 0), (4, 0), (4, 3), (None, 0), (None, 2), (11, 2)]),
 )
-def test_any_stream_is_kept_and_drawn_as_from_a_list(seed, keep, density, unrolls, capacity, moves, shape):
+def test_any_experience_is_kept_and_sampled_as_from_a_list(seed, keep, density, unrolls, capacity, transitions, shape):
     window, burn_in = shape
-    cfg = settings(keep=keep, capacity=capacity, max_transitions=moves, sequence_length=window, burn_in=burn_in)
+    cfg = settings(keep=keep, capacity=capacity, max_transitions=transitions, sequence_length=window, burn_in=burn_in)
     script, replay, naive = Script(41, density, streams=2, seed=seed), build(changed(cfg, streams=2)), Naive(cfg)
     for number, t in enumerate(script.trajectories(tuple(unrolls))):
         replay.add(t)
@@ -313,34 +315,34 @@ def test_any_stream_is_kept_and_drawn_as_from_a_list(seed, keep, density, unroll
             check(batch, script, cfg, naive, tuple(unrolls))
 
 
-def test_an_episode_of_one_row_is_none():
+def test_a_single_time_step_is_no_episode():
     script, cfg = Script.of([2, 0, 0, 3]), settings(streams=1, update_unit="episode", warmup=3)
     replay = fill(build(cfg), script, (1,))
     assert replay.table.length.tolist() == [2, 3]
     assert replay.arrived == replay.rate_limiter.steps == 2
-    assert replay.sample() is None  # rows alone do not end the warm-up
+    assert replay.sample() is None  # only episodes end the warmup
 
 
-def test_of_equals_the_later_stays():
+def test_of_equal_episodes_the_later_is_kept():
     script, cfg = Script.of([1, 2, 3, 4], [1.0, 5.0, 5.0, 0.0]), settings(streams=1, keep="best", capacity=1)
     assert fill(build(cfg), script, (1,)).table.length.tolist() == [3]
 
 
-def test_one_episode_stays_even_if_it_is_longer_than_all_moves_together_may_be():
+def test_one_episode_is_kept_even_if_it_exceeds_max_transitions():
     for keep in ("best", "recent"):
         cfg = settings(streams=1, keep=keep, max_transitions=4)
         replay = fill(build(cfg), Script.of([2, 9], [0.0, 1.0]), (1,))
         assert replay.table.length.tolist() == [9]
 
 
-def test_the_first_that_does_not_fit_goes_with_all_after_it():
-    """A short one that would still fit would be kept only for being short."""
+def test_the_first_episode_that_does_not_fit_ends_the_selection():
+    """Otherwise a short episode would be kept only because it is short."""
     cfg = settings(streams=1, keep="recent", max_transitions=6)
     assert fill(build(cfg), Script.of([1, 5, 3]), (1,)).table.length.tolist() == [3]
 
 
-def test_after_an_interruption_what_was_under_way_is_forgotten():
-    """Where a stream begins anew without its episode having ended, no episode is made of two halves."""
+def test_an_interrupted_episode_is_dropped():
+    """When a stream restarts within an episode, its two parts are not joined."""
     script, replay = Script(40, 0.0), build(settings())
     replay.add(script.trajectory(0, 6))
     again = Script(40, 0.0, seed=1)
@@ -350,56 +352,56 @@ def test_after_an_interruption_what_was_under_way_is_forgotten():
     assert replay.table.episode_return.tolist() == again.reward[1:9].sum(0).tolist()
 
 
-def test_the_part_before_a_first_row_was_seen_is_no_episode():
+def test_an_episode_without_its_first_step_is_dropped():
     script, replay = Script(40, 0.0), build(settings())
     script.is_first[10] = script.is_first[15] = True
     replay.add(script.trajectory(5, 20))
     assert replay.table.length.tolist() == [4] * STREAMS
 
 
-def test_of_equal_episodes_the_quicker_one_ranks_higher():
+def test_the_length_penalty_ranks_the_shorter_episode_higher():
     script = Script.of([1, 4], [5.0, 5.5])
-    for haste, kept in ((0.0, 4), (0.1, 4), (0.25, 1)):
-        replay = fill(build(settings(streams=1, keep="best", capacity=1, length_penalty=haste)), script, (1,))
+    for penalty, kept in ((0.0, 4), (0.1, 4), (0.25, 1)):
+        replay = fill(build(settings(streams=1, keep="best", capacity=1, length_penalty=penalty)), script, (1,))
         assert replay.table.length.tolist() == [kept]
 
 
 @pytest.mark.parametrize("keep", ["best", "recent"])
-def test_merit_may_be_what_was_earned_beyond_what_the_start_promised(keep):
-    """Against a list of (start, return) that is fitted anew after every episode."""
+def test_the_rank_score_may_subtract_the_start_state_baseline(keep):
+    """Compared with a list of (start, return) that is fitted again after every episode."""
     cfg = settings(streams=1, start_state_baseline=True, keep=keep, capacity=8, length_penalty=2.0)
     rng = np.random.default_rng(0)
     replay, kept, differs = build(cfg), [], False
     for number in range(40):
         start = rng.integers(0, 9, 2).astype(float)
-        earned = float(start @ [3.0, -1.0] + rng.integers(0, 9))
+        final_reward = float(start @ [3.0, -1.0] + rng.integers(0, 9))
         length = 1 + number % 2
-        t = Script.of([length], [earned]).trajectory(0, length + 1)
+        t = Script.of([length], [final_reward]).trajectory(0, length + 1)
         t.step.obs[0, 0] = torch.from_numpy(start)
         replay.add(t)
-        kept.append((number, start, earned - 2.0 * length))
-        merit = np.array([e for _, _, e in kept])
-        if len(kept) > 2:  # more than there are slopes
-            merit = subtract_start_baseline(merit, np.stack([s for _, s, _ in kept]))
-        order = sorted(range(len(kept)), key=lambda n: (merit[n] if keep == "best" else 0, n), reverse=True)
+        kept.append((number, start, final_reward - 2.0 * length))
+        score = np.array([e for _, _, e in kept])
+        if len(kept) > 2:  # more episodes than coefficients
+            score = subtract_start_baseline(score, np.stack([s for _, s, _ in kept]))
+        order = sorted(range(len(kept)), key=lambda n: (score[n] if keep == "best" else 0, n), reverse=True)
         stays = sorted(order[:8])
         differs |= set(stays) != set(sorted(range(len(kept)), key=lambda n: kept[n][2], reverse=True)[:8])
-        kept, merit = [kept[n] for n in stays], merit[stays]
+        kept, score = [kept[n] for n in stays], score[stays]
         assert replay.table.number.tolist() == [n for n, _, _ in kept]
-        np.testing.assert_allclose(replay.table.rank_score, merit, rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(replay.table.rank_score, score, rtol=1e-9, atol=1e-9)
         np.testing.assert_array_equal(replay.start_obs, np.stack([s for _, s, _ in kept]))
-    assert differs  # from what returns alone would keep
+    assert differs  # from a selection by returns alone
 
 
-# -- what is drawn ---------------------------------------------------------------------------------------------------
+# -- sampling -------------------------------------------------------------------------------------------------------
 
 SHAPES = [(1, 0), (1, 2), (4, 0), (4, 3), (12, 0), (12, 5), (None, 0), (None, 3)]
 KEEPS = ["best", "recent", "mixture"]
 
 
 @pytest.mark.parametrize(("window", "burn_in", "keep"), [(*shape, KEEPS[n % 3]) for n, shape in enumerate(SHAPES)])
-def test_windows_are_rows_as_they_were_played_through_many_removals(window, burn_in, keep):
-    """Room for 1024 rows is written over several times: whatever moves, every window stays what it was."""
+def test_sequences_equal_the_experience_through_many_evictions(window, burn_in, keep):
+    """The storage of 1024 time steps is overwritten and compacted several times."""
     cfg = settings(keep=keep, sequence_length=window, burn_in=burn_in, capacity=25)
     script, replay, naive = Script(1_501, 0.12), build(cfg), Naive(cfg)
     sizes = set()
@@ -407,7 +409,7 @@ def test_windows_are_rows_as_they_were_played_through_many_removals(window, burn
         replay.add(t)
         naive.add(script, int(t.version[0]), len(t.action) - 1)
         if replay.table.number.size:
-            batch = draw(replay)
+            batch = next_batch(replay)
             if number % 8 == 0:
                 check(batch, script, cfg, naive, (20, 7))
         sizes.add(0 if replay.storage.arrays is None else len(replay.storage.arrays[1]))
@@ -415,7 +417,7 @@ def test_windows_are_rows_as_they_were_played_through_many_removals(window, burn
     assert max(sizes) == 1_024
 
 
-def test_there_is_more_room_where_more_is_held():
+def test_the_storage_grows_with_what_is_held():
     cfg = settings(capacity=10_000, sequence_length=4)
     script, naive = Script(1_501, 0.12), Naive(cfg)
     replay = build(cfg)
@@ -424,19 +426,19 @@ def test_there_is_more_room_where_more_is_held():
         naive.add(script, int(t.version[0]), 50)
     assert_same(replay, naive)
     for _ in range(5):
-        check(draw(replay), script, cfg, naive, (50,))
+        check(next_batch(replay), script, cfg, naive, (50,))
     assert 4_000 < replay.storage.used <= len(replay.storage.arrays[1]) < 4 * 4_500
-    row = 8 + 8 + 4 + 1 + 1 + 8 + 8  # observation, previous action, reward, two flags, action, version
-    assert replay.bytes == replay.storage.used * row
+    step_bytes = 8 + 8 + 4 + 1 + 1 + 8 + 8  # observation, previous action, reward, two flags, action, version
+    assert replay.bytes == replay.storage.used * step_bytes
 
 
-def test_what_was_drawn_does_not_change_when_more_is_played():
+def test_a_batch_does_not_change_when_more_is_added():
     script, cfg = Script(1_201), settings(capacity=10, sequence_length=4)
     replay = build(cfg)
     parts = list(script.trajectories((20,)))
     for t in parts[:10]:
         replay.add(t)
-    batch = draw(replay)
+    batch = next_batch(replay)
     before = as_bits(batch)
     for t in parts[10:]:
         replay.add(t)
@@ -451,39 +453,39 @@ def as_bits(batch: Batch | None) -> Any:
     return found
 
 
-def test_batches_hold_as_many_moves_as_asked_for():
+def test_batches_hold_batch_size_transitions():
     script = Script(401)
     for window, columns in ((1, 64), (4, 16), (64, 1), (33, 1)):
         replay = fill(build(settings(sequence_length=window, batch_size=64)), script)
-        assert draw(replay).trajectory.action.shape == (window, columns)
+        assert next_batch(replay).trajectory.action.shape == (window, columns)
     replay = fill(build(settings(sequence_length=None, batch_size=64)), script)
-    moves = [int(draw(replay).trajectory.aux["valid"].sum()) for _ in range(100)]
-    assert np.mean(moves) == pytest.approx(64, rel=0.15)
+    transitions = [int(next_batch(replay).trajectory.aux["valid"].sum()) for _ in range(100)]
+    assert np.mean(transitions) == pytest.approx(64, rel=0.15)
 
 
 @pytest.mark.parametrize(("state", "window"), [(COMMAND, 1), (MEMORY, None)])
-def test_whole_episodes_are_shown_where_something_is_remembered(state, window):
+def test_recurrent_agents_are_given_whole_episodes(state, window):
     replay = build(settings(sequence_length=None), state=state)
     assert replay.sequence_length == window
-    frames = (*COMMAND, torch.zeros(1, 3, 1, 9, 9, dtype=torch.uint8))  # earlier pictures are not a memory
+    frames = (*COMMAND, torch.zeros(1, 3, 1, 9, 9, dtype=torch.uint8))  # a frame stack is no recurrent core
     assert build(settings(sequence_length=None), state=frames).sequence_length == 1
     assert build(settings(sequence_length=7), state=state).sequence_length == 7
 
 
-def test_draws_come_from_the_seed():
+def test_samples_depend_on_the_seed_alone():
     bits = []
     for seed in (0, 0, 1):
         replay = fill(build(settings(sequence_length=4), seed), Script(101))
-        bits.append([as_bits(draw(replay)) for _ in range(3)])
+        bits.append([as_bits(next_batch(replay)) for _ in range(3)])
     assert bits[0] == bits[1] != bits[2]
     assert bits[0][0] != bits[0][1]
 
 
-# -- how often -------------------------------------------------------------------------------------------------------
+# -- probabilities----------------------------------------------------------------------------------------------------
 
 
 def chance(counts: Counter, expected: dict[Any, float]) -> float:
-    """Of a Pearson statistic at least as large as this one."""
+    """p-value of Pearson's chi-squared test."""
     n, total = sum(counts.values()), sum(expected.values())
     assert set(counts) <= {key for key, weight in expected.items() if weight}
     shares = {key: n * weight / total for key, weight in expected.items() if weight}
@@ -494,60 +496,60 @@ def chance(counts: Counter, expected: dict[Any, float]) -> float:
 
 
 LENGTHS = [1, 2, 3, 5, 8, 13]
-EVERY = {(n, move): 1.0 for n, length in enumerate(LENGTHS) for move in range(length)}
+EVERY = {(n, k): 1.0 for n, length in enumerate(LENGTHS) for k in range(length)}
 
 
 def shown(cfg: EpisodesBuilder, windows: int, rewards: list[float] | None = None) -> tuple[Counter, Counter]:
-    """Of so many windows in one batch: how often each episode was drawn, and each (episode, move) shown."""
+    """In one batch of `windows` sequences: counts of sampled episodes, and of (episode, transition)."""
     lengths = LENGTHS if rewards is None else [2] * len(rewards)
     script = Script.of(lengths, rewards)
     cfg = changed(
         cfg, streams=1, updates_per_step=1e6, batch_size=round(windows * (cfg.cfg.sequence_length or np.mean(lengths)))
     )
-    t = draw(fill(build(cfg, seed=5), script, (1,))).trajectory
-    valid, row = t.aux["valid"].numpy(), t.step.obs[..., 1].long().numpy()
+    t = next_batch(fill(build(cfg, seed=5), script, (1,))).trajectory
+    valid, index = t.aux["valid"].numpy(), t.step.obs[..., 1].long().numpy()
     number = script.is_first[:, 0].cumsum(0).numpy() - 1
     begins = script.is_first[:, 0].nonzero().flatten().numpy()
     assert valid.any(0).all() and valid.shape[1] == windows
     column = np.arange(windows)
-    episodes = Counter(number[row[valid.argmax(0), column]].tolist())
-    episode = number[row[valid]]
-    return episodes, Counter(zip(episode.tolist(), (row[valid] - begins[episode]).tolist(), strict=True))
+    episodes = Counter(number[index[valid.argmax(0), column]].tolist())
+    episode = number[index[valid]]
+    return episodes, Counter(zip(episode.tolist(), (index[valid] - begins[episode]).tolist(), strict=True))
 
 
-def test_episodes_are_drawn_alike_or_by_their_moves():
-    """Too even would be wrong as well."""
+def test_episodes_are_sampled_uniformly_or_by_their_length():
+    """Frequencies that are too even would be wrong as well."""
     by_episode, _ = shown(settings(), 4_000)
-    by_move, moves = shown(settings(sample_by="transitions"), 4_000)
-    alike, long = dict.fromkeys(range(6), 1.0), {n: float(moves) for n, moves in enumerate(LENGTHS)}
+    by_transition, transitions = shown(settings(sample_by="transitions"), 4_000)
+    alike, long = dict.fromkeys(range(6), 1.0), {n: float(transitions) for n, transitions in enumerate(LENGTHS)}
     assert 1e-3 < chance(by_episode, alike) < 1 - 1e-3
-    assert 1e-3 < chance(by_move, long) < 1 - 1e-3
-    assert chance(by_episode, long) < 1e-6 and chance(by_move, alike) < 1e-6  # it would be noticed
-    assert 1e-3 < chance(moves, EVERY) < 1 - 1e-3
+    assert 1e-3 < chance(by_transition, long) < 1 - 1e-3
+    assert chance(by_episode, long) < 1e-6 and chance(by_transition, alike) < 1e-6  # the test has the power to tell
+    assert 1e-3 < chance(transitions, EVERY) < 1 - 1e-3
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 20])
-def test_every_move_of_an_episode_is_as_likely_as_any_other(window):
-    """Windows that begin before an episode or end after it make up for those inside."""
-    episodes, moves = shown(settings(sequence_length=window), 30_000)
+def test_all_transitions_of_an_episode_are_equally_likely(window):
+    """Sequences that begin before an episode or end after it compensate for its borders."""
+    episodes, transitions = shown(settings(sequence_length=window), 30_000)
     for n, length in enumerate(LENGTHS):
-        counts = np.array([moves[n, move] for move in range(length)])
+        counts = np.array([transitions[n, k] for k in range(length)])
         assert abs(counts - counts.mean()).max() < 5 * np.sqrt(counts.mean())
         assert counts.mean() == pytest.approx(episodes[n] * window / (length + window - 1), rel=0.05)
 
 
 @pytest.mark.parametrize("keep", ["recent", "mixture"])
 @pytest.mark.parametrize("window", [1, 4, 20, None])
-def test_drawn_by_moves_every_move_of_all_is_as_likely_as_any_other(window, keep):
-    _, moves = shown(
+def test_sampling_by_transitions_is_uniform_over_all_transitions(window, keep):
+    _, transitions = shown(
         settings(sequence_length=window, sample_by="transitions", keep=keep, best_episodes=9, latest_episodes=9), 30_000
     )
-    counts = np.array([moves[key] for key in EVERY])
+    counts = np.array([transitions[key] for key in EVERY])
     assert abs(counts - counts.mean()).max() < 5 * np.sqrt(counts.mean())
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_a_mixture_draws_its_share_from_the_best_and_the_rest_from_the_latest(share):
+def test_a_mixture_samples_its_fractions_from_best_and_latest(share):
     rewards = [9.0, 1.0, 8.0, 2.0, 7.0, 3.0, 6.0, 4.0]  # the best three: 0, 2, 4; the latest two: 6, 7
     cfg = settings(keep="mixture", best_episodes=3, latest_episodes=2, best_fraction=share)
     counts, _ = shown(cfg, 3_000, rewards)
@@ -561,11 +563,11 @@ def test_an_episode_may_be_among_the_best_and_the_latest():
     assert 1e-3 < chance(counts, {0: 0.25, 2: 0.25, 3: 0.5}) < 1 - 1e-3
     few, _ = shown(
         changed(cfg, best_episodes=100, latest_episodes=100), 2_000, [5.0, 1.0, 2.0, 9.0]
-    )  # fewer than are asked for
+    )  # fewer episodes than the limits
     assert 1e-3 < chance(few, dict.fromkeys(range(4), 1.0)) < 1 - 1e-3
 
 
-# -- at its ratio ----------------------------------------------------------------------------------------------------
+# -- rate limiter ---------------------------------------------------------------------------------------------------
 
 
 def drain(replay: EpisodeReplay, most: int = 100_000) -> int:
@@ -577,7 +579,7 @@ def drain(replay: EpisodeReplay, most: int = 100_000) -> int:
 
 @pytest.mark.parametrize("per", ["step", "episode"])
 @pytest.mark.parametrize("ratio", [0.05, 0.25, 1.0, 2.5])
-def test_updates_keep_their_ratio_to_moves_or_episodes(ratio, per):
+def test_updates_keep_their_ratio_to_steps_or_episodes(ratio, per):
     script = Script(201)
     cfg = settings(updates_per_step=ratio, update_unit=per, warmup=4, batch_size=1)
     replay, naive, given_out = build(cfg), Naive(cfg), 0
@@ -585,7 +587,7 @@ def test_updates_keep_their_ratio_to_moves_or_episodes(ratio, per):
         replay.add(t)
         naive.add(script, int(t.version[0]), 5)
         given_out += drain(replay)
-        played = naive.moves if per == "step" else naive.arrived
+        played = naive.steps if per == "step" else naive.arrived
         assert replay.rate_limiter.steps == played
         if naive.arrived < 4:
             assert given_out == 0
@@ -596,8 +598,8 @@ def test_updates_keep_their_ratio_to_moves_or_episodes(ratio, per):
 
 
 @pytest.mark.parametrize("other", [0.125, 0.5])
-def test_another_ratio_does_not_make_up_for_the_past(other):
-    """As with another number of learners, of which each takes a batch."""
+def test_another_ratio_applies_from_now_on(other):
+    """The ratio changes with the number of learners, each of which takes a batch."""
     cfg = settings(updates_per_step=0.25, warmup=4, batch_size=1)
     replay = fill(build(cfg), Script(201))
     drain(replay)
@@ -606,106 +608,108 @@ def test_another_ratio_does_not_make_up_for_the_past(other):
     assert abs(resumed.rate_limiter.due) < 2  # less than one was due, at a ratio of at most half of this
 
 
-def test_warm_up_counts_episodes_whether_they_stay_or_not():
+def test_warmup_counts_evicted_episodes_too():
     cfg = settings(streams=1, warmup=4, capacity=1, updates_per_step=1.0)
-    script, replay, drawn = Script.of([3, 3, 3, 3, 3]), build(cfg), []
-    for t in script.trajectories((4,)):  # an episode each
+    script, replay, sampled = Script.of([3, 3, 3, 3, 3]), build(cfg), []
+    for t in script.trajectories((4,)):  # one episode each
         replay.add(t)
-        drawn.append(drain(replay))
-    assert drawn == [0, 0, 0, 12, 3]
+        sampled.append(drain(replay))
+    assert sampled == [0, 0, 0, 12, 3]
 
 
 @pytest.mark.parametrize("per", ["step", "episode"])
 @pytest.mark.parametrize("ratio", [0.05, 0.3, 2.0])
-@pytest.mark.parametrize("survey", [None, CriticRefresh(2), CriticRefresh(3, store=False)])
-def test_nobody_waits_for_something_that_cannot_be_drawn(survey, ratio, per):
-    """While producers are held back, there is always something to learn from; and after it they go on."""
-    cfg = settings(updates_per_step=ratio, update_unit=per, warmup=6, critic_refresh=survey, capacity=5)
+@pytest.mark.parametrize("refresh", [None, CriticRefresh(2), CriticRefresh(3, store=False)])
+def test_actors_never_pause_without_something_to_sample(refresh, ratio, per):
+    """While actors pause there is always a batch, and after it they continue."""
+    cfg = settings(updates_per_step=ratio, update_unit=per, warmup=6, critic_refresh=refresh, capacity=5)
     replay, waited = build(cfg), 0
     for t in Script(101).trajectories():
         for _ in range(10_000):
             if not replay.full:
                 break
-            judge(replay, draw(replay))
+            answer(replay, next_batch(replay))
             waited += 1
         assert not replay.full
         replay.add(t)
     assert waited > 0
 
 
-# -- what a learner says of moves --------------------------------------------------------------------------------------
+# -- the critic's labels ---------------------------------------------------------------------------------------------
 
 
-def opinion(number: int, move: Any) -> Any:
-    """What is said of a move: something that tells which one it is."""
-    return (37 * number + 11 * move) % 23 - 8.0
+def raw_label(number: int, k: Any) -> Any:
+    """A label that identifies the transition."""
+    return (37 * number + 11 * k) % 23 - 8.0
 
 
-def judge(replay: EpisodeReplay, batch: Batch) -> list[int] | None:
-    """Say something of every move of a survey that wants to hear it; whose moves it was, or None: it was a sample."""
+def answer(replay: EpisodeReplay, batch: Batch) -> list[int] | None:
+    """Answer a critic refresh with labels. Returns the numbers of its episodes; None: the batch is a sample."""
     if not batch.is_critic_refresh:
         return None
     assert batch.keys is not None
     numbers = batch.keys.tolist()
-    rows, columns = batch.trajectory.action.shape
-    said = torch.zeros(2, rows - 1, columns)
+    steps, columns = batch.trajectory.action.shape
+    labels = torch.zeros(2, steps - 1, columns)
     for b, number in enumerate(numbers):
-        raw = opinion(number, np.arange(rows - 1))
-        said[:, :, b] = torch.from_numpy(np.stack([100 + raw, raw])).float()
+        raw = raw_label(number, np.arange(steps - 1))
+        labels[:, :, b] = torch.from_numpy(np.stack([100 + raw, raw])).float()
     if labels_of(replay).cfg.store:
-        replay.set_value_targets(batch.keys, ValueTargets(*said))
+        replay.set_value_targets(batch.keys, ValueTargets(*labels))
     return numbers
 
 
 def expected_labels(replay: EpisodeReplay) -> dict[tuple[int, int], float]:
-    """(episode, move) -> label, in deviations of all that was judged."""
+    """(episode, transition) -> label, standardised over all labelled episodes."""
     held = replay.table.select(np.isin(replay.table.number, labels_of(replay).labelled))
     raw = {
-        (int(n), t): opinion(int(n), t) for n, moves in zip(held.number, held.length, strict=True) for t in range(moves)
+        (int(n), t): raw_label(int(n), t)
+        for n, transitions in zip(held.number, held.length, strict=True)
+        for t in range(transitions)
     }
     mean, std = np.mean(list(raw.values())), np.std(list(raw.values()))
     clip = labels_of(replay).cfg.clip
     return {key: float(np.clip((x - mean) / std, -clip, clip)) for key, x in raw.items()}
 
 
-def said_of(replay: EpisodeReplay) -> dict[tuple[int, int], tuple[float, float]]:
+def stored_labels(replay: EpisodeReplay) -> dict[tuple[int, int], tuple[float, float]]:
     held = replay.table.select(np.isin(replay.table.number, labels_of(replay).labelled))
     return {
         (int(n), t): tuple(labels_of(replay).values[first + t, :2].tolist())
-        for n, first, moves in zip(held.number, held.start, held.length, strict=True)
-        for t in range(moves)
+        for n, first, transitions in zip(held.number, held.start, held.length, strict=True)
+        for t in range(transitions)
     }
 
 
 def numbers_by_start(replay: EpisodeReplay) -> dict[tuple[int, int], int]:
-    """(stream, row) with which an episode began -> its number."""
+    """(stream, time) at which an episode begins -> its number."""
     where = replay.storage.arrays[0].obs[replay.table.start].long().tolist()
-    return {(stream, row): n for (stream, row), n in zip(where, replay.table.number.tolist(), strict=True)}
+    return {(stream, index): n for (stream, index), n in zip(where, replay.table.number.tolist(), strict=True)}
 
 
-def assert_said(replay: EpisodeReplay) -> None:
-    """Targets as they were given, labels in standard deviations, each with its move."""
-    found, labels = said_of(replay), expected_labels(replay)
+def assert_labels(replay: EpisodeReplay) -> None:
+    """Targets are stored as given, labels standardised, each with its transition."""
+    found, labels = stored_labels(replay), expected_labels(replay)
     assert found.keys() == labels.keys()
     for key, (target, label) in found.items():
-        assert target == 100 + opinion(*key)
-        assert label == pytest.approx(labels[key], rel=0.02, abs=0.01)  # deviations of a sample or of all: no matter
+        assert target == 100 + raw_label(*key)
+        assert label == pytest.approx(labels[key], rel=0.02, abs=0.01)  # sample or population deviation
 
 
-def survey_all(replay: EpisodeReplay) -> tuple[list[list[int]], Batch]:
-    """The parts of a survey, each answered, and the first sample after them."""
+def refresh_all(replay: EpisodeReplay) -> tuple[list[list[int]], Batch]:
+    """Answer all parts of a refresh. Returns the numbers of each part and the first sample after them."""
     parts = []
     while True:
-        batch = draw(replay)
-        numbers = judge(replay, batch)
+        batch = next_batch(replay)
+        numbers = answer(replay, batch)
         if numbers is None:
             return parts, batch
         parts.append(numbers)
 
 
-@pytest.mark.parametrize("surveyed", [1, 60, 200, 100_000])
-def test_a_survey_shows_every_episode_once_whole_and_in_parts_that_fit(surveyed, monkeypatch):
-    monkeypatch.setattr(critic_refresh, "MAX_STEPS", surveyed)
+@pytest.mark.parametrize("max_steps", [1, 60, 200, 100_000])
+def test_a_refresh_gives_every_episode_once_in_parts_that_fit(max_steps, monkeypatch):
+    monkeypatch.setattr(critic_refresh, "MAX_STEPS", max_steps)
     script, cfg = Script(301), settings(critic_refresh=CriticRefresh(3), capacity=30)
     replay, naive = build(cfg), Naive(cfg)
     for t in script.trajectories():
@@ -714,82 +718,82 @@ def test_a_survey_shows_every_episode_once_whole_and_in_parts_that_fit(surveyed,
     numbers: list[int] = []
     parts = 0
     while True:
-        batch = draw(replay)
+        batch = next_batch(replay)
         if not batch.is_critic_refresh:
             break
         t = batch.trajectory
         parts += 1
         assert batch.keys is not None
         numbers += batch.keys.tolist()
-        assert t.action.numel() <= max(surveyed, len(t.action))  # or it is a single episode
+        assert t.action.numel() <= max(max_steps, len(t.action))  # unless it is a single episode
         for b, key in enumerate(batch.keys.tolist()):
             episode = naive.kept[replay.table.number.tolist().index(key)]
-            inside = torch.arange(len(t.action)).clamp(max=episode.moves)
+            inside = torch.arange(len(t.action)).clamp(max=episode.length)
             step, action = script.at(episode.start + inside, torch.tensor(episode.stream))
-            step.is_first[episode.moves + 1 :] = True
+            step.is_first[episode.length + 1 :] = True
             for mine, theirs in zip((*t.step, t.action), (*step, action), strict=True):
                 assert torch.equal(mine[:, b], theirs)
-        assert len(t.action) == max(naive.kept[replay.table.number.tolist().index(k)].moves for k in batch.keys) + 1
-        judge(replay, batch)
+        assert len(t.action) == max(naive.kept[replay.table.number.tolist().index(k)].length for k in batch.keys) + 1
+        answer(replay, batch)
     assert sorted(numbers) == replay.table.number.tolist()
-    assert (parts == 30, parts == 1) == (surveyed == 1, surveyed == 100_000)
-    assert_said(replay)
+    assert (parts == 30, parts == 1) == (max_steps == 1, max_steps == 100_000)
+    assert_labels(replay)
 
 
-def test_surveys_come_every_so_many_updates_and_are_none_themselves():
+def test_refreshes_come_once_per_period_and_are_no_updates():
     replay = fill(build(settings(critic_refresh=CriticRefresh(4), updates_per_step=0.05)), Script(301))
     kinds = ""
     while (batch := replay.sample()) is not None:
-        kinds += "s" if judge(replay, batch) is not None else "u"
+        kinds += "s" if answer(replay, batch) is not None else "u"
     assert kinds.startswith("suuuusuuuus")
     assert kinds.count("u") == replay.rate_limiter.batches == int(0.05 * replay.rate_limiter.steps)
 
 
-def test_what_was_said_comes_with_the_moves_it_was_said_of(monkeypatch):
+def test_samples_carry_the_labels_of_their_transitions(monkeypatch):
     monkeypatch.setattr(critic_refresh, "MAX_STEPS", 80)
     script, cfg = (
         Script(1_201),
         settings(critic_refresh=CriticRefresh(5), capacity=15, sequence_length=4, burn_in=2, updates_per_step=0.05),
     )
-    replay, seen, surveys, moved = build(cfg), 0, 0, 0
+    replay, seen, refreshes, moved = build(cfg), 0, 0, 0
     for t in script.trajectories((10,)):
         used = replay.storage.used
         replay.add(t)
         moved += replay.storage.used < used
         while (batch := replay.sample()) is not None:
-            if judge(replay, batch) is not None:
-                surveys += 1
+            if answer(replay, batch) is not None:
+                refreshes += 1
                 if not labels_of(replay).pending:
-                    assert_said(replay)
+                    assert_labels(replay)
                     labels = expected_labels(replay)
                 continue
             t = batch.trajectory
             numbers = numbers_by_start(replay)
-            for b, (stream, begun, start) in enumerate(places(batch, script, 2)[:3]):
-                key = numbers[stream, begun]
+            for b, (stream, beginning, start) in enumerate(places(batch, script, 2)[:3]):
+                key = numbers[stream, beginning]
                 assert key in labels_of(replay).labelled
                 for k in t.aux["valid"][:, b].nonzero().flatten().tolist():
-                    assert t.aux["value_target"][k, b] == 100 + opinion(key, start + k)
+                    assert t.aux["value_target"][k, b] == 100 + raw_label(key, start + k)
                     assert t.aux["advantage"][k, b].item() == pytest.approx(labels[key, start + k], rel=0.02, abs=0.01)
                     seen += 1
-    assert seen > 100 and surveys > 10
-    assert moved > 2  # rows have been put together meanwhile
+    assert seen > 100 and refreshes > 10
+    assert moved > 2  # the storage was compacted meanwhile
 
 
 def test_labels_are_clipped():
     replay = fill(build(settings(critic_refresh=CriticRefresh(3, clip=0.5), capacity=30)), Script(301))
-    survey_all(replay)
-    labels = np.array([label for _, label in said_of(replay).values()])
+    refresh_all(replay)
+    labels = np.array([label for _, label in stored_labels(replay).values()])
     assert abs(labels).max() == 0.5 and (abs(labels) < 0.5).any()
-    assert_said(replay)
+    assert_labels(replay)
 
 
-def test_episodes_of_which_nothing_was_said_are_not_drawn_and_those_gone_are_not_missed():
+def test_only_labelled_episodes_are_sampled():
     script, cfg = Script(601, seed=2), settings(critic_refresh=CriticRefresh(1_000), capacity=25)
     replay, parts = build(cfg), list(script.trajectories((20,)))
     for t in parts[:10]:
         replay.add(t)
-    survey_all(replay)
+    refresh_all(replay)
     old = set(replay.table.number.tolist())
     for t in parts[10:12]:
         replay.add(t)
@@ -797,90 +801,90 @@ def test_episodes_of_which_nothing_was_said_are_not_drawn_and_those_gone_are_not
     assert fresh - old and old - fresh and old & fresh
     assert set(labels_of(replay).labelled.tolist()) == old & fresh
     numbers = numbers_by_start(replay)
-    drawn = {numbers[s, e] for _ in range(40) for s, e, _ in places(draw(replay), script, 0)}
-    assert drawn == old & fresh
+    sampled = {numbers[s, e] for _ in range(40) for s, e, _ in places(next_batch(replay), script, 0)}
+    assert sampled == old & fresh
 
 
-def test_commands_come_from_what_was_said_of_the_moves_held():
-    told: list[Any] = []
+def test_the_command_distribution_is_given_the_labels_held():
+    seen_by_builder: list[Any] = []
 
-    def listen(held: EpisodeTable, said: np.ndarray) -> CommandDistribution:
-        told.append((held.number.tolist(), said.copy()))
-        return command_distribution(np.array([said.max() if len(said) else 0.0]))
+    def listen(held: EpisodeTable, labels: np.ndarray) -> CommandDistribution:
+        seen_by_builder.append((held.number.tolist(), labels.copy()))
+        return command_distribution(np.array([labels.max() if len(labels) else 0.0]))
 
     replay = fill(
         build(settings(critic_refresh=CriticRefresh(50), capacity=25, command_distribution=listen)), Script(301)
     )
-    _, batch = survey_all(replay)
-    numbers, said = told[-1]
+    _, batch = refresh_all(replay)
+    numbers, labels = seen_by_builder[-1]
     assert numbers == labels_of(replay).labelled.tolist()
-    assert said.tolist() == [label for _, label in said_of(replay).values()]
-    assert batch.info["pool"].item() == pytest.approx(said.max())
-    draw(replay)
-    assert len(told) == 1  # nothing new
+    assert labels.tolist() == [label for _, label in stored_labels(replay).values()]
+    assert batch.info["pool"].item() == pytest.approx(labels.max())
+    next_batch(replay)
+    assert len(seen_by_builder) == 1  # cached
     replay.add(Script(301, 0.9).trajectory(0, 20))
-    draw(replay)
-    assert len(told) == 2 and set(told[1][0]) < set(numbers)
+    next_batch(replay)
+    assert len(seen_by_builder) == 2 and set(seen_by_builder[1][0]) < set(numbers)
 
 
-def test_commands_may_come_from_what_every_move_still_earned():
-    script, told = Script(301), []
+def test_the_command_distribution_may_be_given_returns_to_go():
+    script, seen_by_builder = Script(301), []
 
     def listen(held: EpisodeTable, reached: np.ndarray) -> CommandDistribution:
-        told.append(np.sort(reached))
+        seen_by_builder.append(np.sort(reached))
         return command_distribution(np.array([0.0]))
 
     cfg = settings(command_distribution=listen, needs_returns_to_go=True)
-    draw(fill(build(cfg), script))
+    next_batch(fill(build(cfg), script))
     naive = Naive(cfg)
     for start in range(0, script.length - 5, 5):
         naive.add(script, start, 5)
-    expected = sorted(e.return_to_go(move, cfg.discount) for e in naive.kept for move in range(e.moves))
-    np.testing.assert_allclose(told[0], expected, rtol=1e-5, atol=1e-5)
-    draw(fill(build(changed(cfg, needs_returns_to_go=False)), script))
-    assert not len(told[1])  # nobody asks, so nothing is worked out
+    expected = sorted(e.return_to_go(k, cfg.discount) for e in naive.kept for k in range(e.length))
+    np.testing.assert_allclose(seen_by_builder[0], expected, rtol=1e-5, atol=1e-5)
+    next_batch(fill(build(changed(cfg, needs_returns_to_go=False)), script))
+    assert not len(seen_by_builder[1])  # not needed, so not computed
 
 
-def test_what_is_said_too_late_is_dropped(monkeypatch):
-    """Episodes that make room for others between being shown and being judged, or before they are shown."""
+def test_labels_that_come_too_late_are_dropped(monkeypatch):
+    """Episodes are evicted before the critic answers, or before they are given to it."""
     monkeypatch.setattr(critic_refresh, "MAX_STEPS", 100)
     script, cfg = Script(601), settings(critic_refresh=CriticRefresh(1_000), capacity=25)
     replay, parts = build(cfg), list(script.trajectories((20,)))
     for t in parts[:12]:
         replay.add(t)
-    first = draw(replay)
+    first = next_batch(replay)
     waiting = {int(n) for part in labels_of(replay).pending for n in part}
     assert waiting
     for t in parts[12:14]:
         replay.add(t)
-    gone = set(first.keys.tolist()) - set(replay.table.number.tolist())  # type: ignore
-    assert gone
-    judge(replay, first)
-    assert set(labels_of(replay).labelled.tolist()) == set(first.keys.tolist()) - gone  # type: ignore
-    shown_later, _ = survey_all(replay)
+    evicted = set(first.keys.tolist()) - set(replay.table.number.tolist())  # type: ignore
+    assert evicted
+    answer(replay, first)
+    assert set(labels_of(replay).labelled.tolist()) == set(first.keys.tolist()) - evicted  # type: ignore
+    shown_later, _ = refresh_all(replay)
     assert {n for part in shown_later for n in part} == waiting & set(replay.table.number.tolist())
-    assert_said(replay)
+    assert_labels(replay)
 
 
-def test_labels_are_standardised_even_if_the_last_part_of_a_survey_is_gone(monkeypatch):
+def test_labels_are_standardised_even_if_the_last_part_is_evicted(monkeypatch):
     monkeypatch.setattr(critic_refresh, "MAX_STEPS", 30)
-    lengths = [9, 8, 2, 2, 2]  # the oldest are the longest, so they are shown last
+    lengths = [9, 8, 2, 2, 2]  # the oldest are the longest, so they are given out last
     script, cfg = Script.of([*lengths, 2, 2, 2]), settings(streams=1, critic_refresh=CriticRefresh(1_000), capacity=5)
     replay = build(cfg)
-    rows = sum(lengths) + len(lengths)
-    replay.add(script.trajectory(0, rows))
-    judge(replay, draw(replay))
+    steps = sum(lengths) + len(lengths)
+    replay.add(script.trajectory(0, steps))
+    answer(replay, next_batch(replay))
     assert labels_of(replay).pending and {int(n) for part in labels_of(replay).pending for n in part} == {0, 1}
-    replay.add(script.trajectory(rows, 6))
+    replay.add(script.trajectory(steps, 6))
     assert replay.table.number.tolist() == [2, 3, 4, 5, 6]
-    batch = draw(replay)
+    batch = next_batch(replay)
     assert not batch.is_critic_refresh
-    assert_said(replay)
+    assert_labels(replay)
 
 
 @pytest.mark.parametrize("window", [1, 4, None])
-def test_if_all_that_was_judged_is_gone_there_is_another_survey(window):
-    """Short episodes come and go faster than a critic looks at them."""
+def test_a_refresh_is_due_when_no_labelled_episode_is_left(window):
+    """Short episodes are evicted faster than the critic is refreshed."""
     script, cfg = (
         Script(601),
         settings(critic_refresh=CriticRefresh(1_000), capacity=10, sequence_length=window, batch_size=16),
@@ -888,55 +892,55 @@ def test_if_all_that_was_judged_is_gone_there_is_another_survey(window):
     replay, parts = build(cfg), list(script.trajectories((40,)))
     for t in parts[:4]:
         replay.add(t)
-    survey_all(replay)
+    refresh_all(replay)
     before = set(labels_of(replay).labelled.tolist())
     for t in parts[4:10]:
         replay.add(t)
     assert before and not before & set(replay.table.number.tolist())
-    shown_now, _ = survey_all(replay)
+    shown_now, _ = refresh_all(replay)
     assert {n for part in shown_now for n in part} == set(replay.table.number.tolist())
 
 
-def test_parts_of_a_survey_may_be_answered_late(monkeypatch):
-    """A learner across a network asks for the next part before it has answered the last."""
+def test_parts_of_a_refresh_may_be_answered_late(monkeypatch):
+    """A remote learner requests the next part before it has answered the last one."""
     monkeypatch.setattr(critic_refresh, "MAX_STEPS", 60)
     replay = fill(build(settings(critic_refresh=CriticRefresh(1_000), capacity=30)), Script(301))
-    given_out = [draw(replay)]
+    given_out = [next_batch(replay)]
     while labels_of(replay).pending:
-        given_out.append(draw(replay))
-        judge(replay, given_out[-2])
+        given_out.append(next_batch(replay))
+        answer(replay, given_out[-2])
     assert len(given_out) > 2
-    judge(replay, given_out[-1])
-    assert_said(replay)
+    answer(replay, given_out[-1])
+    assert_labels(replay)
 
 
-def test_a_single_move_has_no_deviation():
+def test_the_label_of_a_single_transition_is_zero():
     replay = fill(build(settings(streams=1, critic_refresh=CriticRefresh(10), capacity=1)), Script.of([1]), (1,))
-    survey_all(replay)
-    assert list(said_of(replay).values()) == [(100 + opinion(0, 0), 0.0)]
+    refresh_all(replay)
+    assert list(stored_labels(replay).values()) == [(100 + raw_label(0, 0), 0.0)]
 
 
-def test_a_survey_of_a_few_shows_rests_of_episodes_and_keeps_nothing():
+def test_a_joint_critic_is_given_ends_of_a_few_episodes():
     script, cfg = Script.of(LENGTHS), settings(streams=1, critic_refresh=CriticRefresh(1, store=False, episodes=5))
     replay = fill(build(cfg), script, (1,))
     begins = script.is_first[:-1, 0].nonzero().flatten().tolist()
     counts: Counter = Counter()
     for _ in range(200):
-        batch = draw(replay)
+        batch = next_batch(replay)
         assert batch.is_critic_refresh and batch.keys is not None
         t = batch.trajectory
         assert t.action.shape[1] == len(batch.keys) == 5
         for b, number in enumerate(batch.keys.tolist()):
-            row, end = int(t.step.obs[0, b, 1]), begins[number] + LENGTHS[number]
-            counts[number, row - begins[number]] += 1
-            assert begins[number] <= row < end
-            inside = torch.arange(row, row + len(t.action)).clamp(max=end)
+            index, end = int(t.step.obs[0, b, 1]), begins[number] + LENGTHS[number]
+            counts[number, index - begins[number]] += 1
+            assert begins[number] <= index < end
+            inside = torch.arange(index, index + len(t.action)).clamp(max=end)
             step, _ = script.at(inside, torch.tensor(0))
-            step.is_first[end - row + 1 :] = True
+            step.is_first[end - index + 1 :] = True
             for mine, theirs in zip(t.step, step, strict=True):
                 assert torch.equal(mine[:, b], theirs)
         assert len(t.action) - 1 == max(int((~t.step.is_first[1:, b]).sum()) for b in range(5))
-        assert not draw(replay).is_critic_refresh  # one update, and the next is due
+        assert not next_batch(replay).is_critic_refresh  # one update, and the next refresh is due
     assert 1e-3 < chance(counts, EVERY) < 1 - 1e-3
     assert not len(labels_of(replay).values) and not len(labels_of(replay).labelled)
 
@@ -949,23 +953,23 @@ SAVED: dict[str, dict[str, Any]] = {
     "recent": {"keep": "recent", "sample_by": "transitions", "sequence_length": None},
     "mixture": {"keep": "mixture", "sequence_length": 4, "burn_in": 2, "max_transitions": 90},
     "per episode": {"update_unit": "episode", "updates_per_step": 3.0},
-    "adjusted": {"keep": "best", "start_state_baseline": True},
-    "surveyed": {"critic_refresh": CriticRefresh(3), "sequence_length": 4},
-    "surveyed, a few": {"critic_refresh": CriticRefresh(3, store=False)},
+    "start-state baseline": {"keep": "best", "start_state_baseline": True},
+    "critic": {"critic_refresh": CriticRefresh(3), "sequence_length": 4},
+    "joint critic": {"critic_refresh": CriticRefresh(3, store=False)},
 }
 
 
 def learn(replay: EpisodeReplay) -> Any:
-    """Draw, and answer if asked."""
+    """Sample, and answer a critic refresh."""
     batch = replay.sample()
     if batch is not None:
-        judge(replay, batch)
+        answer(replay, batch)
     return as_bits(batch)
 
 
 @pytest.mark.parametrize("changes", SAVED.values(), ids=SAVED)
 @pytest.mark.parametrize("saved_after", [0, 5, 90])
-def test_a_saved_replay_goes_on_as_if_nothing_had_happened(changes, saved_after, monkeypatch):
+def test_a_restored_replay_continues_bit_for_bit(changes, saved_after, monkeypatch):
     monkeypatch.setattr(critic_refresh, "MAX_STEPS", 60)
     cfg = settings(**({"updates_per_step": 0.1, "warmup": 3} | changes))
     parts = list(Script(801).trajectories((7,)))
@@ -977,19 +981,19 @@ def test_a_saved_replay_goes_on_as_if_nothing_had_happened(changes, saved_after,
     before = through_a_file(replay.state_dict())
     restored = build(cfg)
     restored.load_state_dict(before)
-    drawn = 0
+    sampled = 0
     for t in parts[saved_after : saved_after + 20]:
         for _ in range(4):
             bits = learn(replay)
             assert bits == learn(restored)
-            drawn += bits is not None
+            sampled += bits is not None
         for one in (replay, restored):
             one.add(t)
         assert replay.full == restored.full and replay.metrics() == restored.metrics()
         for mine, theirs in zip(replay.table._replace(start=replay.table.number), restored.table, strict=True):
             assert mine is replay.table.number or mine.tolist() == theirs.tolist()
-    assert drawn > 10
-    fresh = build(cfg)  # what was loaded has not changed what it was loaded from
+    assert sampled > 10
+    fresh = build(cfg)  # the loaded state does not share memory with the replay
     fresh.load_state_dict(before)
     assert as_bits_of(fresh.state_dict()) == as_bits_of(before)
 
@@ -998,19 +1002,19 @@ def as_bits_of(state: Any) -> Any:
     return tree.map(lambda x: x.tolist() if isinstance(x, Tensor) else x, state)
 
 
-def test_a_survey_that_was_broken_off_goes_on(monkeypatch):
+def test_an_unfinished_refresh_continues_after_a_restore(monkeypatch):
     monkeypatch.setattr(critic_refresh, "MAX_STEPS", 60)
     cfg = settings(critic_refresh=CriticRefresh(3), capacity=30)
     replay, restored = fill(build(cfg), Script(301)), build(cfg)
-    judge(replay, draw(replay))
+    answer(replay, next_batch(replay))
     assert labels_of(replay).pending
     restored.load_state_dict(through_a_file(replay.state_dict()))
     for _ in range(20):
         assert learn(replay) == learn(restored)
-    assert said_of(replay) == said_of(restored)
+    assert stored_labels(replay) == stored_labels(restored)
 
 
-def test_with_another_number_of_streams_episodes_stay_and_those_under_way_are_lost():
+def test_another_number_of_streams_loses_unfinished_episodes_alone():
     cfg, script = settings(updates_per_step=0.1, sequence_length=4), Script(301)
     replay = fill(build(cfg), script)
     drain(replay, 7)
@@ -1030,10 +1034,10 @@ def test_with_another_number_of_streams_episodes_stay_and_those_under_way_are_lo
         naive.add(other, int(t.version[0]), 5)
     naive.arrived = wider.arrived
     assert_same(wider, naive)
-    check(draw(wider), other, cfg, naive)
+    check(next_batch(wider), other, cfg, naive)
 
 
-def test_episodes_under_way_are_saved_too():
+def test_unfinished_episodes_are_saved():
     cfg, script = settings(), Script(60, 0.0)
     script.is_first[33] = True
     replay, restored = build(cfg), build(cfg)
@@ -1044,10 +1048,10 @@ def test_episodes_under_way_are_saved_too():
     assert restored.table.length.tolist() == [32] * STREAMS
     naive = Naive(cfg)
     naive.add(script, 0, 36)
-    check(draw(restored), script, cfg, naive, (12,))
+    check(next_batch(restored), script, cfg, naive, (12,))
 
 
-# -- what cannot be ---------------------------------------------------------------------------------------------------
+# -- refusals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -1074,34 +1078,36 @@ def test_episodes_under_way_are_saved_too():
         ({"latest_episodes": 0}, r"algo\.replay\.latest-episodes=0 must be at least 1"),
     ],
 )
-def test_numbers_that_cannot_work_are_refused_in_a_sentence(changes, sentence):
+def test_invalid_settings_are_refused_in_a_sentence(changes, sentence):
     with pytest.raises(UserError, match=f"^{sentence}$"):
         settings(**changes)
 
 
-def test_returns_are_not_fitted_to_pictures():
+def test_the_start_state_baseline_refuses_images():
     with pytest.raises(
         UserError, match=r"algo\.replay\.start-state-baseline fits returns to first obs.*: Any has images"
     ):
-        settings(start_state_baseline=True).build(0, PICTURES, MEMORY)
+        settings(start_state_baseline=True).build(0, IMAGES, MEMORY)
     settings(start_state_baseline=True).build(0, SPEC, MEMORY)
 
 
-def test_more_than_fits_into_memory_is_refused_beforehand(monkeypatch):
+def test_a_replay_beyond_free_memory_is_refused(monkeypatch):
     monkeypatch.setattr("bestiary.config.machine.free_memory", lambda: 2**30)
-    needed = 200 * 1_000 * step_bytes(PICTURES)
-    told = rf"^algo\.capacity=200 needs {needed / 2**30:.1f} GiB of memory, of which 1\.0 are free: lower it to \d+ or"
-    with pytest.raises(UserError, match=told):
-        settings(capacity=200).build(0, PICTURES, MEMORY)
+    needed = 200 * 1_000 * step_bytes(IMAGES)
+    message = (
+        rf"^algo\.capacity=200 needs {needed / 2**30:.1f} GiB of memory, of which 1\.0 are free: lower it to \d+ or"
+    )
+    with pytest.raises(UserError, match=message):
+        settings(capacity=200).build(0, IMAGES, MEMORY)
     with pytest.raises(UserError, match=r"needs 13\.\d GiB"):
-        settings(max_transitions=2_000_000, capacity=10_000).build(0, PICTURES, MEMORY)
-    settings(capacity=100).build(0, PICTURES, MEMORY)
-    settings(capacity=200, max_transitions=50_000).build(0, PICTURES, MEMORY)  # they may be long, but not all of them
-    settings(capacity=200).build(0, PICTURES._replace(horizon=None), MEMORY)  # who knows
+        settings(max_transitions=2_000_000, capacity=10_000).build(0, IMAGES, MEMORY)
+    settings(capacity=100).build(0, IMAGES, MEMORY)
+    settings(capacity=200, max_transitions=50_000).build(0, IMAGES, MEMORY)  # limited in transitions
+    settings(capacity=200).build(0, IMAGES._replace(horizon=None), MEMORY)  # unknown size
     monkeypatch.setattr("bestiary.config.machine.free_memory", lambda: None)
-    settings(capacity=200).build(0, PICTURES, MEMORY)
+    settings(capacity=200).build(0, IMAGES, MEMORY)
 
 
-def test_a_limit_on_moves_that_is_never_reached_needs_no_room(monkeypatch):
+def test_a_limit_that_is_never_reached_needs_no_memory(monkeypatch):
     monkeypatch.setattr("bestiary.config.machine.free_memory", lambda: 2**30)
-    settings(capacity=10, max_transitions=10_000_000).build(0, PICTURES, MEMORY)
+    settings(capacity=10, max_transitions=10_000_000).build(0, IMAGES, MEMORY)

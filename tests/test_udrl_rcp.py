@@ -1220,12 +1220,14 @@ def test_the_command_line_takes_a_command(tmp_path, capsys):
     for path, command, sentence in (
         (run.path, "1", "a command of this agent is a return and a number of steps: 2 numbers, not 1"),
         (run.path, "1,0", "a desired horizon of 0 steps is too short: it must be at least 1"),
-        (run.path, "much", "'much' is not a list of numbers; write it like 200,300"),
         (other.path, "own", "--command is for agents that follow commands (Udrl, Rcp); this one does not"),
         (other.path, "1", "--command is for agents that follow commands (Udrl, Rcp); this one does not"),
     ):
         assert main.main(["eval", str(path), *few, "--command", command]) == 2
         assert capsys.readouterr().err == f"bestiary: {sentence}\n"
+    with pytest.raises(SystemExit, match="2"):
+        main.main(["eval", str(run.path), *few, "--command", "much"])
+    assert "'much' is not a list of numbers; write it like" in capsys.readouterr().err
 
 
 def test_evaluations_during_training_log_the_command(tmp_path):

@@ -69,12 +69,12 @@ def parse_numbers(text: str) -> tuple[float, ...]:
 
 
 def parse_command(text: str) -> tuple[float, ...]:
-    """What an agent is told; () is what it asks of itself."""
+    """A command such as 200,300 (desired return and horizon); `own` is (): the agent's own command distribution."""
     if text == "own":
         return ()
     numbers = parse_numbers(text)
     if not numbers:
-        raise UserError("a command cannot be empty: write it like 200,300, or own for what the agent asks of itself")
+        raise UserError("a command cannot be empty: write it like 200,300, or own for the agent's own commands")
     return numbers
 
 
@@ -92,6 +92,16 @@ def _listed(metavar: str, parse: Callable[[str], tuple[Any, ...]], empty: str = 
 Counts = Annotated[tuple[int, ...], _listed("N,N,..", parse_counts)]
 Numbers = Annotated[tuple[float, ...], _listed("X,X,..", parse_numbers)]
 Command = Annotated[tuple[float, ...], _listed("X,X,..|own", parse_command, "own")]
+OptionalCommand = Annotated[  # one parser for all, since tyro explains a union's errors with its internals
+    tuple[float, ...] | None,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="X,X,..|own|None",
+        instance_from_str=lambda args: None if args[0] == "None" else parse_command(args[0]),
+        is_instance=lambda x: x is None or isinstance(x, tuple),
+        str_from_instance=lambda x: ["None" if x is None else ",".join(map(str, x)) or "own"],
+    ),
+]
 
 
 def encode(value: Any) -> Any:

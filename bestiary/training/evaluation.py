@@ -17,7 +17,7 @@ import tyro
 from bestiary.acting.episodes import play_episodes
 from bestiary.config.experiment import Experiment
 from bestiary.config.machine import choose_device, cores, set_threads, tune_malloc
-from bestiary.config.schema import Command, differences, encode
+from bestiary.config.schema import OptionalCommand, differences, encode
 from bestiary.envs import Atari, EnvConfig
 from bestiary.envs.base import for_evaluation, references
 from bestiary.envs.env_batch import EnvBatch
@@ -74,7 +74,7 @@ class EvaluationProtocol:
     """seed of the evaluation's episodes, which training never uses"""
     epsilon: float = 0.0
     """probability that an action is replaced by a uniformly random one (DQN: 0.05)"""
-    command: Command | None = None
+    command: OptionalCommand = None
     """for return-conditioned agents: desired return and horizon, such as 200,300; own: commands as the agent learnt
     them; None: as in the run's evaluations"""
     reward: str | None = None

@@ -256,7 +256,8 @@ def test_a_search_and_a_study_can_use_the_cluster(cluster, fake_runs, experiment
     trials = sweep(experiment, "lr", tmp_path / "search", SweepSettings(trials=2, seeds_per_trial=1), executor=cluster)
     assert [trial.state for trial in trials] == ["complete", "complete"]
     river = replace(preset("riverraid"), frames=400, evaluation=Evaluation(every=100, episodes=4))
-    planned = study.plan(river, ["fuel:10"], [256], [1, 2], [0], 2, tmp_path / "study")
+    plan = study.StudyPlan(river, ["fuel:10"], [256], [1, 2], [0], 2)
+    planned = study.plan_runs(plan, tmp_path / "study")
     assert study.train_all(planned, None, lambda text: None, lambda: False, cluster) == {}
     assert all(map(executor.finished, planned))
 

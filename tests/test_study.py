@@ -1,4 +1,4 @@
-"""Capability and proxy: sizes, clipping that hides a reward, staying close to a trusted policy, whole studies."""
+"""Reward-hacking studies: network sizes, clipping that makes components inert, KL penalty, whole studies."""
 
 import json
 import re
@@ -23,7 +23,8 @@ from bestiary.launch.seeds import train_seeds
 from bestiary.nets import Net, Shallow
 from bestiary.ops.policy import entropy, kl
 from bestiary.presets import preset
-from bestiary.reward_hacking.study import apart, parted, plan
+from bestiary.reward_hacking.segments import largest_gaps, shows_gap
+from bestiary.reward_hacking.study import StudyPlan, plan_runs
 from bestiary.runtime import Local
 from bestiary.runtime.start import start
 from bestiary.training.run import Run
@@ -55,13 +56,13 @@ CONSOLE = Spec("Riverraid", (1, 84, 84), torch.uint8, 18)
         (4096, 3, 46_411_776, 46_567_964),
     ],
 )
-def test_sizes_are_those_of_the_reference(width, depth, trunk, total):
+def test_parameter_counts_equal_those_of_the_reference_code(width, depth, trunk, total):
     net = Net(encoder=Shallow(hidden_size=width, num_layers=depth), frame_stack=4, prev_action=True, prev_reward=True)
     with torch.device("meta"):
         agent = Impala().agent(CONSOLE, replace(net), Ff())
     assert sum(p.numel() for p in agent.torso.encoder.layers.parameters()) == trunk
     assert sum(p.numel() for p in agent.torso.encoder.convolutions.parameters()) == 77_984
-    # the heads see the features, the last reward and 18 last actions, and answer with 18 logits and a value
+    # inputs of the heads: features, previous reward, one-hot previous action; outputs: 18 logits and a value
     assert sum(p.numel() for p in agent.parameters()) == (total or 77_984 + trunk + (width + 19 + 1) * 19)
 
 
@@ -82,12 +83,12 @@ def test_sizes_are_those_of_the_reference(width, depth, trunk, total):
         ("move:9", ["moved"]),
         ("move:10", []),
         ("centre:1", []),
-        ("centre:0.01", ["centre"]),  # the river is not that wide
+        ("centre:0.01", ["centre"]),  # the distance is at most 55 pixels
         ("10*survival-20*bullet-2*moved", ["moved"]),
         ("survival-parked", []),
     ],
 )
-def test_what_clipping_to_one_makes_inert(reward, dead):
+def test_components_that_clipping_to_one_makes_inert(reward, dead):
     assert inert_components(reward_weights(reward), "abs_one") == dead
     assert inert_components(reward_weights(reward), "none") == []
     said = Riverraid(reward).advice("abs_one")
@@ -97,7 +98,7 @@ def test_what_clipping_to_one_makes_inert(reward, dead):
         assert "--algo.reward-clip none" in text
 
 
-def test_the_values_that_are_offered_instead_are_not_inert():
+def test_the_suggested_numbers_are_not_inert():
     for name, words in EFFECTIVE_RANGE.items():
         edge = float(words.split()[-1])
         inside, outside = (edge - 1e-4, edge) if words.startswith("below") else (edge + 1e-4, edge)
@@ -106,7 +107,7 @@ def test_the_values_that_are_offered_instead_are_not_inert():
         assert words in Riverraid(f"{name}:{outside}").advice("abs_one")[0]
 
 
-def test_moves_that_are_possible_have_every_component_that_there_is():
+def test_possible_transitions_have_every_component():
     moves = possible_transitions()
     env_batch = Riverraid().make(1, 0, 0, 1)
     assert set(moves) == set(env_batch.components)
@@ -128,7 +129,7 @@ def small(**changes) -> Experiment:
     )
 
 
-def test_a_reward_that_clipping_hides_is_told_before_training(tmp_path, capsys):
+def test_inert_components_are_reported_before_training(tmp_path, capsys):
     command = ["train", "riverraid", "--env.reward", "fuel:10", "--frames", "160", "--runtime.envs", "2", "--plain"]
     few = ["--algo.replay.batch-size", "2", "--net.encoder.filters", "4,4,4", "--evaluation.episodes", "0"]
     assert main.main([*command, *few, "--run", str(tmp_path / "a")]) == 0
@@ -139,7 +140,7 @@ def test_a_reward_that_clipping_hides_is_told_before_training(tmp_path, capsys):
     assert "warning" not in capsys.readouterr().out
 
 
-def test_it_is_told_for_several_seeds_too(tmp_path):
+def test_inert_components_are_reported_once_for_several_seeds(tmp_path):
     said: list[str] = []
     experiment = small(env=Riverraid("fuel:10", time_limit_frames=400))
     train_seeds(experiment, [0, 1], tmp_path / "seeds", log=said.append, stop=lambda: True)  # before the first begins
@@ -149,7 +150,7 @@ def test_it_is_told_for_several_seeds_too(tmp_path):
 # -- another reward ---------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_counted_by_any_reward_without_training_it_again(tmp_path, capsys):
+def test_a_run_is_evaluated_under_any_reward_without_retraining(tmp_path, capsys):
     run = bestiary.train(small(env=Riverraid("pacifist:20", time_limit_frames=400)), tmp_path / "run")
     few = ["--episodes", "2", "--mode", "sampled", "--threads", "1"]
     means = {}
@@ -183,7 +184,7 @@ def test_a_run_is_counted_by_any_reward_without_training_it_again(tmp_path, caps
 # -- a reference policy -----------------------------------------------------------------------------------------
 
 
-def test_the_divergence_of_two_policies_is_exact():
+def test_the_kl_divergence_of_two_policies_is_exact():
     p, q = torch.randn(7, 4, dtype=torch.float64), torch.randn(7, 4, dtype=torch.float64)
     slow = [
         sum(a * torch.log(a / b) for a, b in zip(x.softmax(0), y.softmax(0), strict=True))
@@ -281,8 +282,8 @@ def test_unsuitable_reference_runs_are_refused(tmp_path):
 # -- studies ----------------------------------------------------------------------------------------------------
 
 
-def test_a_study_is_every_combination(tmp_path):
-    jobs = plan(small(), ["fuel:10", "score"], [8, 16], [1, 2], [3, 4], 4, tmp_path)
+def test_a_study_has_every_combination(tmp_path):
+    jobs = plan_runs(StudyPlan(small(), ["fuel:10", "score"], [8, 16], [1, 2], [3, 4], 4), tmp_path)
     assert len({j.name for j in jobs}) == len(jobs) == 16
     for job in jobs:
         e = job.experiment
@@ -292,30 +293,30 @@ def test_a_study_is_every_combination(tmp_path):
 
 
 def test_runs_of_a_study_have_a_directory_each(tmp_path):
-    signs = plan(small(), ["score+0.1*moved", "score-0.1*moved"], [8], [1], [0], 1, tmp_path)
+    signs = plan_runs(StudyPlan(small(), ["score+0.1*moved", "score-0.1*moved"], [8], [1], [0], 1), tmp_path)
     assert len({j.path for j in signs}) == 2
     for twice in (["score", "score"], [8, 8]), (["score"], [8, 8]):
         with pytest.raises(UserError, match="is named twice"):
-            plan(small(), twice[0], twice[1], [1], [0], 1, tmp_path)
+            plan_runs(StudyPlan(small(), twice[0], twice[1], [1], [0], 1), tmp_path)
 
 
-def test_moments_are_where_the_proxy_was_served_and_the_truth_was_not():
+def test_segments_have_a_high_proxy_return_and_a_low_true_return():
     rng = np.random.default_rng(0)
     proxy, true = rng.normal(size=400), rng.normal(size=400)
     proxy[100:110] += 9
     true[100:110] -= 9
     true[300:310] -= 9
-    assert [abs(a - b) <= 2 for a, b in zip(apart(proxy, true, 10, 2), (100, 300), strict=True)] == [True, True]
-    assert apart(np.ones(50), np.zeros(50), 10, 3) == [0, 10, 20]  # nothing stands out: none twice
-    assert apart(np.ones(5), np.zeros(5), 10, 3) == []
-    assert parted(np.full(5, 10.0), np.zeros(5)) and parted(np.full(5, 10.0), np.eye(5)[0] * 60)
-    assert not parted(np.zeros(5), np.zeros(5)) and not parted(np.full(5, -10.0), np.zeros(5))
-    assert not parted(np.eye(5)[0] * 30, np.eye(5)[0] * 30)  # the truth was served by the same moves
+    assert [abs(a - b) <= 2 for a, b in zip(largest_gaps(proxy, true, 10, 2), (100, 300), strict=True)] == [True, True]
+    assert largest_gaps(np.ones(50), np.zeros(50), 10, 3) == [0, 10, 20]  # all equal: no segment twice
+    assert largest_gaps(np.ones(5), np.zeros(5), 10, 3) == []
+    assert shows_gap(np.full(5, 10.0), np.zeros(5)) and shows_gap(np.full(5, 10.0), np.eye(5)[0] * 60)
+    assert not shows_gap(np.zeros(5), np.zeros(5)) and not shows_gap(np.full(5, -10.0), np.zeros(5))
+    assert not shows_gap(np.eye(5)[0] * 30, np.eye(5)[0] * 30)  # both rewards are equal
 
 
 STUDY = [
     *("study", "riverraid", "--proxy", "pacifist:20,score", "--width", "8", "--seeds", "2", "--frames", "160"),
-    *("--checkpoints", "2", "--games", "2", "--env.time-limit-frames", "400", "--runtime.envs", "2"),
+    *("--checkpoints", "2", "--episodes", "2", "--env.time-limit-frames", "400", "--runtime.envs", "2"),
     *("--algo.replay.batch-size", "2", "--net.encoder.filters", "4,4,4", "--evaluation.episodes", "0"),
 ]
 
@@ -327,7 +328,7 @@ def done(tmp_path_factory):
     return root
 
 
-def test_a_study_judges_every_checkpoint_under_every_reward(done):
+def test_a_study_evaluates_every_checkpoint_under_every_reward(done):
     told = json.loads((done / "study.json").read_text())
     keys = {(r["proxy"], r["seed"], r["frames"], r["mode"]) for r in told["rows"]}
     assert len(keys) == len(told["rows"]) == 2 * 2 * 2 * 2
@@ -342,12 +343,13 @@ def test_a_study_judges_every_checkpoint_under_every_reward(done):
             assert row["proxy_return"][game] == row["returns"][row["proxy"]][game]
             assert parts["survival"] == row["steps"][game]
         assert sum(row["action_counts"]) == sum(row["steps"])
-    assert {c["pearson"] for c in told["step_correlation"] if c["proxy"] == "score"} <= {1.0, None}
+    own = [c["pearson"] for c in told["step_correlation"] if c["proxy"] == "score"]
+    assert all(value is None or value == pytest.approx(1) for value in own)
     assert (
         told["command"].startswith("bestiary study riverraid --proxy pacifist:20,score")
         and "--run " not in told["command"]
     )
-    # of the first seed; who is paid by the true reward has nothing to show
+    # of the first seed; a run trained on the true reward has no such segments
     assert {m["run"] for m in told["moments"]} == {"pacifist-20-w8-d1-seed0"}
     kept = {name: told["settings"][name] for name in ("reward_clip", "launch", "end_at_crash", "stall", "sticky")}
     assert kept == {"reward_clip": "abs_one", "launch": False, "end_at_crash": False, "stall": None, "sticky": 0.25}
@@ -355,7 +357,7 @@ def test_a_study_judges_every_checkpoint_under_every_reward(done):
     assert all(m["png"] in page for m in told["moments"]) and not re.search(r'(src|href)="https?://', page)
 
 
-def test_a_study_says_what_clipping_hides_and_what_failed(tmp_path, capsys, monkeypatch):
+def test_a_study_reports_inert_components_and_failed_runs(tmp_path, capsys, monkeypatch):
     words = list(STUDY)
     words[words.index("--proxy") + 1] = "fuel:10"
     words[words.index("--seeds") + 1] = "1"
@@ -370,17 +372,22 @@ def test_a_study_says_what_clipping_hides_and_what_failed(tmp_path, capsys, monk
     assert "of env.reward=fuel:10 has no effect" in page and "sensor unplugged" in page
 
 
-def test_a_study_goes_on_where_it_was(done, capsys, monkeypatch):
+def test_a_study_continues_where_it_stopped_also_an_old_one(done, capsys, monkeypatch):
     before = {p: p.stat().st_mtime_ns for p in done.rglob("*.safetensors")}
     lost = next(done.glob("*/judged-*.json"))
     lost.unlink()
+    old = json.loads((done / "plan.json").read_text())  # as version 0.1 wrote it
+    old["settings"]["games"] = old["settings"].pop("episodes")
+    for experiment in old["runs"].values():
+        experiment["algo"]["trusted"] = experiment["algo"].pop("reference_run")
+    (done / "plan.json").write_text(json.dumps(old))
     monkeypatch.setattr("bestiary.reward_hacking.study.train_all", lambda *args: {})
     assert main.main([*STUDY, "--run", str(done)]) == 0
     assert lost.exists() and before == {p: p.stat().st_mtime_ns for p in done.rglob("*.safetensors")}
 
 
-def test_studies_that_cannot_be_are_refused_in_one_sentence(done, tmp_path, capsys):
-    def refused(text: str, flag: str = "--games", value: str = "2", where=tmp_path / "other"):
+def test_invalid_studies_are_refused_in_one_sentence(done, tmp_path, capsys):
+    def refused(text: str, flag: str = "--episodes", value: str = "2", where=tmp_path / "other"):
         words = list(STUDY)
         words[words.index(flag) + 1] = value
         assert main.main([*words, "--run", str(where)]) == 2
@@ -388,22 +395,22 @@ def test_studies_that_cannot_be_are_refused_in_one_sentence(done, tmp_path, caps
         assert text in said and said.count("\n") == 1, said
         assert not (tmp_path / "other").exists()
 
-    refused("holds a study with another plan", "--games", "3", where=done)
+    refused("holds a study with another plan", "--episodes", "3", where=done)
     refused("there is no component 'luck'", "--proxy", "luck")
     refused("there is no named reward 'fuell' that takes a number: did you mean fuel?", "--proxy", "fuell:10")
     refused("'ten' in 'fuel:ten' is not a number", "--proxy", "fuel:ten")
-    refused("one of its proxies, widths, depths or seeds is named twice", "--proxy", "score,score")
+    refused("a proxy, width, depth or seed is named twice", "--proxy", "score,score")
     refused("widths, depths and checkpoints must be at least 1", "--width", "0")
-    refused("games=0 must be at least 1", "--games", "0")
+    refused("episodes=0 must be at least 1", "--episodes", "0")
     refused("--proxy is missing", "--proxy", "")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("mine")
     refused("is not empty and not a study", where=tmp_path / "full")
     assert main.main(["study", "pong", "--proxy", "fuel:10", "--run", str(tmp_path / "other")]) == 2
-    assert "env:atari has no rewards by name: a study needs env:riverraid" in capsys.readouterr().err
+    assert "env:atari has no named rewards: a study needs env:riverraid" in capsys.readouterr().err
 
 
-def test_consoles_are_measured_side_by_side(tmp_path, capsys):
+def test_the_benchmark_compares_riverraid_backends(tmp_path, capsys):
     few = ["--envs", "2", "--steps", "2", "--rounds", "1", "--threads", "1"]
     assert main.main(["bench", "riverraid", *few, "--json", str(tmp_path / "found.json")]) == 0
     found = json.loads((tmp_path / "found.json").read_text())

@@ -1,4 +1,4 @@
-"""The report of a study: its statistics against slow obvious ones, its page as a reader gets it."""
+"""The report of a study: statistics against slow implementations, and the page as a browser shows it."""
 
 import base64
 import io
@@ -15,8 +15,8 @@ import pytest
 from PIL import Image
 
 from bestiary.envs.riverraid import ACTIONS
-from bestiary.reward_hacking.report.html import POLICY, Html, el, number, short
-from bestiary.reward_hacking.report.page import write_report
+from bestiary.reward_hacking.report.blocks import number, short
+from bestiary.reward_hacking.report.page import POLICY, write_report
 from bestiary.reward_hacking.statistics import (
     align_checkpoints,
     best_split,
@@ -138,7 +138,7 @@ def slow_split(y: list[float]) -> tuple[int, float]:
     return k, sum(y[:k]) / k - sum(y[k:]) / (len(y) - k)
 
 
-def test_correlations_are_those_of_the_textbook():
+def test_correlations_equal_their_textbook_definitions():
     rng = np.random.default_rng(0)
     for n in (3, 4, 10, 31):
         x = rng.integers(0, 6, n).astype(float)  # with ties
@@ -157,14 +157,14 @@ def test_a_correlation_by_hand():
 
 
 @pytest.mark.parametrize("measure", [pearson, spearman])
-def test_a_correlation_that_is_not_defined_is_none(measure):
+def test_an_undefined_correlation_is_none(measure):
     assert measure([], []) is None
     assert measure([1, 2], [3, 5]) is None  # two points lie on a line whatever they are
     assert measure([0.1, 0.1, 0.1], [1, 2, 3]) is None
     assert measure([1, 2, 3], [7, 7, 7]) is None
 
 
-def test_the_interval_of_a_correlation_holds_it_and_narrows_with_pairs():
+def test_the_interval_of_a_correlation_narrows_with_more_pairs():
     rng = np.random.default_rng(0)
     x = rng.normal(size=80)
     y = x + rng.normal(size=80)
@@ -176,7 +176,7 @@ def test_the_interval_of_a_correlation_holds_it_and_narrows_with_pairs():
     assert correlation([1, 1, 1], [1, 2, 3]) is None
 
 
-def test_the_fast_split_is_the_slow_one():
+def test_the_vectorized_split_equals_the_slow_one():
     rng = np.random.default_rng(0)
     for points in (2, 3, 5, 9):
         table = rng.normal(size=(20, points))
@@ -187,7 +187,7 @@ def test_the_fast_split_is_the_slow_one():
             assert found.drop[i] == pytest.approx(drop)
 
 
-def test_a_split_saves_the_error_it_says():
+def test_the_gain_of_a_split_is_the_reduction_of_the_squared_error():
     y = np.array([3.0, 5.0, 1.0, 0.0, 2.0])
     found = best_split(y)
     before, after = y[: found.at], y[found.at :]
@@ -196,7 +196,7 @@ def test_a_split_saves_the_error_it_says():
 
 
 @pytest.mark.parametrize("over_time", [True, False])
-def test_a_planted_fall_is_found_where_it_is(over_time):
+def test_a_simulated_fall_is_found_at_its_position(over_time):
     y = np.where(np.arange(8) < 5, 1000.0, 400.0) + np.random.default_rng(1).normal(0, 60, (4, 8))
     x = [10 * (i + 1) for i in range(8)]
     change = change_over_time(x, y) if over_time else change_over_sizes(x, list(y.T))
@@ -218,7 +218,7 @@ def test_a_rise_is_no_fall(over_time):
     assert not falls(change) and verdict(change) == "No evidence of a fall: the best split is a rise."
 
 
-def test_where_nothing_changes_falls_are_as_rare_as_they_say(monkeypatch):
+def test_without_a_change_falls_are_as_rare_as_the_level(monkeypatch):
     monkeypatch.setattr("bestiary.reward_hacking.statistics.RESAMPLES", 300)
     rng = np.random.default_rng(0)
     flat = rng.normal(5, 1, (200, 3, 6))
@@ -228,7 +228,7 @@ def test_where_nothing_changes_falls_are_as_rare_as_they_say(monkeypatch):
     assert all(verdict(c).startswith("No evidence of a fall") for pair in found for c in pair if not falls(c))
 
 
-def test_the_same_everywhere_is_no_fall():
+def test_a_constant_series_is_no_fall():
     change = change_over_time(range(4), np.full((3, 4), 7.0))
     assert verdict(change) == "No evidence of a fall: the interval of the drop includes 0."
 
@@ -252,7 +252,7 @@ def test_sizes_may_come_in_any_order_and_with_different_seeds():
     assert change.drop.mean == pytest.approx(np.mean([10, 29.5 / 3]) - 0.5)
 
 
-def test_the_fall_from_the_best_is_chosen_by_the_others():
+def test_the_best_point_of_a_seed_is_chosen_by_the_other_seeds():
     # the first two agree that the middle is best; the third alone would have taken its own first point
     y = [[0.0, 5.0, 4.0], [1.0, 6.0, 2.0], [9.0, 5.0, 5.0]]
     found = fall_from_best(y)
@@ -262,7 +262,7 @@ def test_the_fall_from_the_best_is_chosen_by_the_others():
     assert fall_from_best([[1.0, 2.0]]) is None
 
 
-def test_luck_alone_is_no_fall_from_the_best():
+def test_noise_alone_is_no_fall_from_the_best():
     studies = np.random.default_rng(0).normal(size=(400, 3, 8))
     honest = [found.mean for y in studies if (found := fall_from_best(y))]
     naive = studies.mean(1).max(1) - studies.mean(1)[:, -1]
@@ -276,7 +276,7 @@ def test_a_single_seed_has_a_mean_and_no_interval():
     assert found.n == 3 and found.mean == 2 and found.low == 1 and found.high == 3
 
 
-def test_checkpoints_of_different_runs_that_nearly_agree_are_one():
+def test_nearly_equal_checkpoints_of_different_runs_become_equal():
     found = [{"run": r, "frames": f} for r, f in (("a", 1000), ("b", 1010), ("a", 2000), ("b", 2030), ("b", 2035))]
     assert [row["frames"] for row in align_checkpoints(found)] == [1000, 1000, 2000, 2000, 2035]
     dense = [{"run": "a", "frames": f} for f in range(0, 200)]
@@ -339,7 +339,7 @@ def whole(tmp_path_factory) -> tuple[str, Page]:
 SMALL: dict[str, Any] = {"proxies": ("score",), "sizes": SIZES[:2], "modes": ("greedy",), "frames": (1000, 2000)}
 
 
-def test_the_page_needs_nothing_but_itself(whole):
+def test_the_page_loads_nothing_else(whole):
     text, page = whole
     assert not re.search(r"""(src|href|action|poster|srcset)\s*=\s*["']?\s*(https?:)?//""", text)
     assert not re.search(r"url\(|@import", text)
@@ -358,7 +358,7 @@ def test_every_link_leads_to_a_place_on_the_page(whole):
     assert {attributes["href"] for attributes in page.all("a")} <= {f"#{place}" for place in places}
 
 
-def test_every_figure_is_there_and_says_what_it_shows(whole):
+def test_every_figure_has_an_alternative_text_and_a_caption(whole):
     _, page = whole
     study = pretend()
     captions = {moment["caption"] for moment in study["moments"]}
@@ -400,7 +400,7 @@ def test_every_group_has_its_row_with_its_numbers(whole):
     assert study["problems"][0] in page.texts
 
 
-def test_the_planted_fall_is_reported_and_only_that(whole):
+def test_the_simulated_fall_is_reported_and_only_that(whole):
     _, page = whole
     assert "There is evidence of a fall in 6 of 20 searches." in page.text
     assert "pacifist:20, greedy: along parameters, along frames for 2 of 4 sizes" in page.text
@@ -410,74 +410,74 @@ def test_the_planted_fall_is_reported_and_only_that(whole):
     assert [r for r in found if r[0].strip() == "by parameters" and "952k and 3.31M: 100%" in r[3]]
 
 
-def test_few_seeds_are_called_few(whole):
+def test_few_seeds_are_noted(whole):
     _, page = whole
-    assert "With fewer than 5 seeds an interval is little more than the range of the seeds" in page.text
+    assert "With fewer than 5 seeds an interval is hardly more than the range of the seeds" in page.text
 
 
-def test_the_same_study_is_the_same_page(tmp_path):
+def test_equal_studies_give_equal_pages(tmp_path):
     study = pretend(**SMALL)
     assert written(study, tmp_path / "a")[0] == written(study, tmp_path / "b")[0]
 
 
-def test_a_single_seed_is_said_to_have_no_interval(tmp_path):
+def test_a_single_seed_has_no_interval_on_the_page(tmp_path):
     _, page = written(pretend(**(SMALL | {"seeds": 1, "frames": (1000, 2000, 3000)})), tmp_path)
-    assert "There is a single seed: no interval can be given" in page.text
-    assert "No evidence of a fall in 3 searches; 0 of them had the seeds and points to tell." in page.text
+    assert "There is a single seed: there is no interval" in page.text
+    assert "No evidence of a fall in 3 searches; 0 of them had enough seeds and points." in page.text
     assert "one seed has no interval, so no bands" in page.text
     assert "95 % bootstrap intervals over seeds." not in page.text
-    assert "Not defined: a return is the same in all runs, or the runs are too few." in page.text
+    assert "Undefined: a return is the same in all runs, or there are too few runs." in page.text
 
 
-def test_runs_that_did_not_get_to_the_end_are_named(tmp_path):
+def test_incomplete_runs_are_named(tmp_path):
     study = pretend(**SMALL)
     study["rows"] = [r for r in study["rows"] if r["seed"] != 1 or r["frames"] != 2000]
     _, page = written(study, tmp_path)
     assert "Not at the last checkpoint" in page.text and "score/w256-d2/seed1" in page.text
 
 
-def test_what_is_optional_may_be_missing(tmp_path):
+def test_optional_parts_may_be_missing(tmp_path):
     study = pretend(**SMALL)
     study |= {"actions": [], "step_correlation": [], "moments": [], "problems": []}
     for r in study["rows"]:
         r |= {"returns": {}, "components": {}, "action_counts": []}
     _, page = written(study, tmp_path)
     for sentence in (
-        "There are no moments to show",
+        "in no segment was the proxy return positive",
         "None were reported.",
         "No components",
-        "No actions were counted.",
+        "No actions were recorded.",
     ):
         assert sentence in page.text
     assert "steps within a run" not in page.text
-    assert "came up" not in page.text
+    assert "occurred" not in page.text
 
 
-def test_a_study_without_results_is_a_page_too(tmp_path):
+def test_a_study_without_results_has_a_page(tmp_path):
     _, page = written(pretend() | {"rows": [], "step_correlation": [], "moments": []}, tmp_path)
     assert "No run has results yet." in page.text and "failed: the machine ran out of memory" in page.text
 
 
-def test_actions_without_names_and_only_sampled_games(tmp_path):
+def test_actions_without_names_and_only_the_sampled_mode(tmp_path):
     study = pretend(**(SMALL | {"modes": ("sampled",)})) | {"actions": []}
     _, page = written(study, tmp_path)
     assert not [s for s in page.texts if s.startswith("The same,")]
     assert "Sampled policy at the last checkpoint" in page.text
 
 
-def test_a_correlation_that_is_not_defined_is_a_sentence(tmp_path):
+def test_an_undefined_correlation_is_a_sentence_on_the_page(tmp_path):
     study = pretend(**SMALL)
     for r in study["rows"]:
         r["true_return"] = [5.0] * 10
     for c in study["step_correlation"]:
         c["pearson"] = None
     _, page = written(study, tmp_path)
-    assert page.text.count("Not defined: a return is the same in all games, or the games are too few.") == 2
-    assert page.text.count("Not defined: a return is the same in all runs, or the runs are too few.") == 2
-    assert "Not defined: a reward is the same in all steps." in page.text
+    assert page.text.count("Undefined: a return is the same in all episodes, or there are too few episodes.") == 2
+    assert page.text.count("Undefined: a return is the same in all runs, or there are too few runs.") == 2
+    assert "Undefined: a reward is the same in all steps." in page.text
 
 
-def test_texts_are_escaped(tmp_path):
+def test_all_texts_of_a_study_are_escaped(tmp_path):
     evil = """<script>alert("1")</script> & ' </style><img src=http://example.org/x>"""
     study = pretend(**SMALL)
     study |= {"title": evil, "date": evil, "command": evil, "settings": {evil: evil}, "rewards": {evil: evil}}
@@ -495,25 +495,20 @@ def test_texts_are_escaped(tmp_path):
     assert evil in [a["alt"] for a in page.all("img")]
 
 
-def test_markup_is_told_from_text():
-    assert el("p", "a < b", Html("<b>c</b>"), class_='"') == '<p class="&quot;">a &lt; b<b>c</b></p>'
-    assert el("meta", http_equiv="x") == '<meta http-equiv="x">'
-
-
 @pytest.mark.parametrize(
     ("x", "text"),
     [(999.7, "1,000"), (-999.6, "-1,000"), (123.4, "123"), (0.01234, "0.0123"), (0, "0"), (1e6, "1,000,000")],
 )
-def test_numbers_are_short_and_never_in_powers(x, text):
+def test_numbers_are_short_and_without_exponents(x, text):
     assert number(x) == text
 
 
-def test_counts_are_said_as_people_say_them():
+def test_counts_have_metric_prefixes():
     assert [short(x) for x in (886_300, 4_359_708, 250_000, 12, 2e9)] == ["886k", "4.36M", "250k", "12", "2G"]
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="neither chromium nor chrome is installed")
-def test_a_browser_shows_all_of_it(whole, tmp_path):
+def test_a_browser_shows_all_figures(whole, tmp_path):
     text, page = whole
     shown, checked, shot = tmp_path / "report.html", tmp_path / "checked.html", tmp_path / "page.png"
     shown.write_text(text, encoding="utf-8")
@@ -527,7 +522,7 @@ def test_a_browser_shows_all_of_it(whole, tmp_path):
     script = """<script>window.onload = () => { document.title = JSON.stringify([
         [...document.images].map(i => i.naturalWidth), document.documentElement.scrollWidth]) }</script>"""
     checked.write_text(
-        text.replace(POLICY.replace("'", "&#x27;"), "img-src data:").replace("</body>", f"{script}</body>")
+        text.replace(POLICY.replace("'", "&#39;"), "img-src data:").replace("</body>", f"{script}</body>")
     )
     dumped = chromium("--window-size=1200,3000", "--dump-dom", checked, tmp_path)
     widths, across = json.loads(re.findall(r"<title>(.*?)</title>", dumped)[0])

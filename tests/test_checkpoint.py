@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.runs import rows, tiny
 
+import bestiary
+from bestiary.cli.main import main
 from bestiary.presets import preset
 from bestiary.training import checkpoint
 from bestiary.training.checkpoint import BadCheckpoint
@@ -207,6 +210,15 @@ def test_a_directory_that_is_not_a_run_is_not_written_into(tmp_path):
     (tmp_path / "mine" / "thesis.tex").write_text("chapter 1")
     with pytest.raises(ValueError, match="not empty and not a run"):
         Run.create(tmp_path / "mine", preset("recall"))
+
+
+def test_a_run_is_named_by_its_own_directory_when_found_through_a_link(tmp_path):
+    experiment = tiny(frames=500)
+    bestiary.train(experiment, tmp_path / "one")
+    assert Run(tmp_path / "latest").path == tmp_path / "one"
+    assert main(["resume", str(tmp_path / "latest"), "--frames", "800", "--plain"]) == 0
+    assert (tmp_path / "latest").resolve() == (tmp_path / "one").resolve()
+    assert int(rows(Run(tmp_path / "one"))[-1]["frames"]) >= 800
 
 
 def test_the_latest_link_follows_the_newest_run_but_never_replaces_a_directory(tmp_path):

@@ -30,7 +30,9 @@ class Run:
     """
 
     def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
+        path = Path(path)
+        # through a link such as runs/latest, files would go to another run as soon as the link is moved
+        self.path = path.parent / path.readlink() if path.is_symlink() else path
 
     @staticmethod
     def create(path: Path, experiment: Experiment) -> "Run":

@@ -9,7 +9,7 @@ import pytest
 
 from bestiary.bench.scaling.model import Cluster, Measured, SharedInference, Throughput, bound, measured, read
 from bestiary.bench.scaling.plot import draw, one_machine, predict, saturation, scenarios
-from bestiary.bench.scaling.report import Settings, main
+from bestiary.bench.scaling.report import ScalingBench, main
 from bestiary.cli.main import main as bestiary
 from bestiary.errors import UserError
 
@@ -343,7 +343,7 @@ def test_impossible_batch_sizes_and_durations_are_refused():
     with pytest.raises(UserError, match="seconds=0 must be positive"):
         simulate(ATARI, Cluster(1), 0)
     with pytest.raises(UserError, match="rounds=0 must be at least 1"):
-        main(Settings(rounds=0))
+        main(ScalingBench(rounds=0))
 
 
 def test_measurements_are_compared_with_a_node_of_equal_cores():
@@ -382,4 +382,4 @@ def test_the_figure_is_written_to_the_given_path(tmp_path):
 
 def test_a_figure_of_unknown_format_is_refused_before_any_work(tmp_path):
     with pytest.raises(UserError, match=r"must end in \.png or \.svg"):
-        main(Settings(measurements=tmp_path / "never read", out=tmp_path / "scaling.pdf"))
+        main(ScalingBench(measurements=tmp_path / "never read", out=tmp_path / "scaling.pdf"))

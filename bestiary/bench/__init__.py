@@ -21,8 +21,14 @@ BENCHMARKS = {  # name -> (module, or module:settings if it has several; descrip
         "riverraid",
         "Riverraid emulators with readable RAM (ours and envpool's) and without",
     ),
-    "cluster": ("cluster", "the same experiment with the Ray runtime and in one process, and where the time goes"),
-    "scaling": ("scaling.report", "throughput of a cluster of up to 1,000 actors, by simulation and by formula"),
+    "cluster": (
+        "cluster:ClusterBench",
+        "the Ray runtime against one process on the same cores, and its costs",
+    ),
+    "scaling": (
+        "scaling.report:ScalingBench",
+        "predicted throughput of clusters with up to 1,000 actors",
+    ),
     "findings": ("findings", "effect of the CPU settings on learner speed: allocator, memory layout"),
 }
 

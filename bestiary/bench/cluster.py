@@ -24,7 +24,7 @@ from bestiary.types import Batch, Progress
 
 
 @dataclass(frozen=True)
-class Settings:
+class ClusterBench:
     """bestiary bench cluster"""
 
     game: str = "Pong"
@@ -45,7 +45,7 @@ class Settings:
     """duration of a measurement, in seconds"""
 
 
-def atari(cfg: Settings, runtime: Local | Overlap | Ray) -> Experiment:
+def atari(cfg: ClusterBench, runtime: Local | Overlap | Ray) -> Experiment:
     """The experiment that is measured: IMPALA with the shallow network."""
     base = preset("impala-shallow")
     return replace(
@@ -57,7 +57,7 @@ def atari(cfg: Settings, runtime: Local | Overlap | Ray) -> Experiment:
     )
 
 
-def runtimes(cfg: Settings) -> dict[str, Local | Overlap | Ray]:
+def runtimes(cfg: ClusterBench) -> dict[str, Local | Overlap | Ray]:
     """The runtimes to compare, with the same environments on the same cores."""
     found: dict[str, Local | Overlap | Ray] = {
         "one process": Local(envs=cfg.envs),
@@ -88,7 +88,7 @@ def steps_per_second(loop: Iterator[Progress], seconds: float) -> tuple[float, d
             return (progress.steps - first.steps) / passed, metrics
 
 
-def time_parts(cfg: Settings) -> dict[str, float]:
+def time_parts(cfg: ClusterBench) -> dict[str, float]:
     """Seconds of an unroll, an update and each transfer between them, measured while nothing else runs."""
     import ray
 
@@ -120,7 +120,7 @@ def time_parts(cfg: Settings) -> dict[str, float]:
     return seconds | sizes
 
 
-def main(cfg: Settings) -> dict[str, Any]:
+def main(cfg: ClusterBench) -> dict[str, Any]:
     """Measure the runtimes in turn, those of Ray in a new cluster each time, and compare their medians."""
     from bestiary.config.extras import require
     from bestiary.runtime.ray.cluster import connect, disconnect
@@ -179,7 +179,7 @@ def main(cfg: Settings) -> dict[str, Any]:
     }
 
 
-def throughput(cfg: Settings, actors: int) -> float:
+def throughput(cfg: ClusterBench, actors: int) -> float:
     """Agent steps per second with a number of actors that have `envs` environments each."""
     runtime = Ray(actors=actors, envs=cfg.envs, actor_cpus=max(0.1, (cores() - 1) / actors))
     with closing(start(atari(cfg, runtime))) as running:
@@ -188,7 +188,7 @@ def throughput(cfg: Settings, actors: int) -> float:
         return steps_per_second(loop, 2 * cfg.seconds)[0]
 
 
-def measured(cfg: Settings, parts: dict[str, float]) -> dict[str, Any]:
+def measured(cfg: ClusterBench, parts: dict[str, float]) -> dict[str, Any]:
     """The input of `bestiary bench scaling`, for actors with `envs` environments each."""
     return {
         "envs": cfg.envs,

@@ -17,7 +17,7 @@ SHOWN = (1, 10, 100, 1000)
 
 
 @dataclass(frozen=True)
-class Settings:
+class ScalingBench:
     """bestiary bench scaling"""
 
     measurements: Path = Path("benchmarks/speed/cluster.json")
@@ -36,7 +36,7 @@ class Settings:
     """seed of the random durations of unrolls"""
 
 
-def main(cfg: Settings) -> dict[str, Any]:
+def main(cfg: ScalingBench) -> dict[str, Any]:
     """Print measured and predicted throughput, and draw the figure if one is requested."""
     if cfg.rounds < 1:
         raise UserError(f"rounds={cfg.rounds} must be at least 1")

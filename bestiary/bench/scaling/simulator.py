@@ -30,23 +30,24 @@ class DynamicBatcher(Server):
 
     def __init__(self, node: Node, m: Measured, c: SharedInference) -> None:
         super().__init__(node)
-        self.m, self.c, self.requests = m, c, deque[tuple[float, simpy.Event]]()  # (deadline, answered)
+        self.m, self.c, self.busy = m, c, False
+        self.requests = deque[tuple[float, simpy.Event]]()  # (deadline, answered)
 
     def request(self) -> simpy.Event:
         """Queue a request; returns the event of its answer."""
         env = self.node.env
-        deadline, answered = env.timeout(self.c.timeout_seconds), env.event()
+        answered = env.event()
         self.requests.append((env.now + self.c.timeout_seconds, answered))
-        deadline.callbacks.append(lambda _: self.serve())
+        if len(self.requests) < self.c.min_requests:
+            env.timeout(self.c.timeout_seconds).callbacks.append(lambda _: self.serve())
         self.serve()
         return answered
 
     def serve(self) -> None:
         """Compute a batch if the server is free and a batch is ready."""
-        ready = len(self.requests) >= self.c.min_requests or (
-            self.requests and self.node.env.now >= self.requests[0][0]
-        )
-        if ready and not self.turns.count:
+        enough = len(self.requests) >= self.c.min_requests
+        if not self.busy and self.requests and (enough or self.node.env.now >= self.requests[0][0]):
+            self.busy = True
             self.node.env.process(self.compute())
 
     def compute(self) -> Steps:
@@ -54,6 +55,7 @@ class DynamicBatcher(Server):
         yield from self.do(self.m.inference_seconds + self.m.inference_seconds_per_request * len(batch))
         for answered in batch:
             answered.succeed()
+        self.busy = False
         self.serve()
 
 

@@ -1,13 +1,13 @@
-"""LunarLander by command: the tracks against what was published, and what each part of ours is worth.
+"""UDRL and RCP on LunarLander: comparison with the published results, and an ablation of our settings.
 
-    python benchmarks/lunar_lander.py tracks     # five seeds of each preset, 100 test games each; goes on where it was
-    python benchmarks/lunar_lander.py ablate     # parts changed one by one, two seeds each
-    python benchmarks/lunar_lander.py faithful   # what was published, and the public code, with the same moves as ours
+    python benchmarks/lunar_lander.py tracks     # five seeds of each preset, 100 test episodes each; resumes
+    python benchmarks/lunar_lander.py ablate     # settings changed one by one, two seeds each
+    python benchmarks/lunar_lander.py faithful   # the settings of the papers and of the public code
     python benchmarks/lunar_lander.py collect    # runs -> benchmarks/lunar-lander/*.csv
-    python benchmarks/lunar_lander.py tables     # those -> the tables in benchmarks/README.md
-    python benchmarks/lunar_lander.py draw       # ... and docs/figures/lunar-lander.png
+    python benchmarks/lunar_lander.py tables     # the CSV files -> the tables in benchmarks/README.md
+    python benchmarks/lunar_lander.py draw       # the CSV files -> docs/figures/lunar-lander.png
 
-Settings were found on earlier runs, also of seeds 25 to 27, with their test games in sight: see benchmarks/README.md.
+The settings were chosen on earlier runs, some of seeds 25 to 27 and their test episodes: see benchmarks/README.md.
 """
 
 import argparse
@@ -30,29 +30,34 @@ from bestiary.ops.stats import bootstrap_interval
 HERE = Path(__file__).parent
 RUNS = Path("runs/lunar-lander")
 TABLES = HERE / "lunar-lander"
-PICTURE = HERE.parent / "docs" / "figures" / "lunar-lander.png"
+FIGURE = HERE.parent / "docs" / "figures" / "lunar-lander.png"
 
 TRACKS = {"udrl": "UDRL", "udrl-sparse": "UDRL, sparse", "rcp-r": "RCP-R", "rcp-a": "RCP-A"}
-PUBLISHED = {"udrl": (140, 172), "udrl-sparse": (158, 148), "rcp-r": (218, 194), "rcp-a": (203, 139)}  # papers, code
-SEEDS, ABLATED_SEEDS, GAMES = "25..29", "30..31", 100
+PUBLISHED = {
+    "udrl": (140, 172),
+    "udrl-sparse": (158, 148),
+    "rcp-r": (218, 194),
+    "rcp-a": (203, 139),
+}  # paper, code
+SEEDS, ABLATED_SEEDS, EPISODES = "25..29", "30..31", 100
 
-SHORT = {"rcp-a": "750k", "udrl": "1M"}  # frames of an ablation
+SHORT = {"rcp-a": "750k", "udrl": "1M"}  # environment steps of an ablation run
 PARTS: dict[str, dict[str, list[str]]] = {
     "rcp-a": {
-        "as it is": [],
-        "games cut at 400 moves": ["--env.limit", "400"],
-        "all 200 episodes kept, however long": ["--algo.replay.max-transitions", "None"],
-        "episodes equally likely, not moves": ["--algo.replay.sample-by", "episodes"],
-        "observations as they are": ["--algo.no-normalise"],
-        "the network itself acts": ["--algo.ema-decay", "None"],
-        "50th percentile": ["--algo.command-percentile", "50"],
-        "sharpened by up to 2.5": ["--algo.max-inverse-temperature", "2.5"],
+        "preset": [],
+        "episodes truncated at 400 steps": ["--env.limit", "400"],
+        "200 episodes stored, of any length": ["--algo.replay.max-transitions", "None"],
+        "sampling uniform over episodes, not transitions": ["--algo.replay.sample-by", "episodes"],
+        "observations not normalized": ["--algo.no-normalise"],
+        "acting with the last weights, not their moving average": ["--algo.ema-decay", "None"],
+        "command at the 50th percentile, not the 90th": ["--algo.command-percentile", "50"],
+        "inverse temperature up to 2.5, not 1.6": ["--algo.max-inverse-temperature", "2.5"],
     },
     "udrl": {
-        "as it is": [],
-        "mean return and mean length as command": ["--algo.command-source", "uniform"],
-        "what is left of the return as command": ["--algo.command", "return-to-go"],
-        "the best 200 of the last 1000": [
+        "preset": [],
+        "command: mean return and mean length, not those of one episode": ["--algo.command-source", "uniform"],
+        "command: return-to-go, not the episode return": ["--algo.command", "return-to-go"],
+        "best 200 of the last 1000 episodes, not 70 of 350": [
             *("--algo.replay.capacity", "1000"),
             *("--algo.replay.best-episodes", "200", "--algo.replay.latest-episodes", "200"),
         ],
@@ -60,7 +65,7 @@ PARTS: dict[str, dict[str, list[str]]] = {
 }
 
 
-FAITHFUL = {"udrl-paper": "1M", "udrl-repo": "1M", "rcp-r-repo": "250k", "rcp-a-repo": "250k"}  # frames
+FAITHFUL = {"udrl-paper": "1M", "udrl-repo": "1M", "rcp-r-repo": "250k", "rcp-a-repo": "250k"}  # environment steps
 FAITHFUL_SEEDS = "25..26"
 
 
@@ -71,7 +76,7 @@ def bestiary(*command: str) -> None:
 def train(preset: str, run: Path, seeds: str, *flags: str) -> None:
     known = ["--seeds", seeds, "--jobs", "2", "--run", str(run), "--log.no-tensorboard", *flags]
     bestiary("train", preset, *known)
-    bestiary("eval", str(run), "--checkpoint", "best", "--episodes", str(GAMES))
+    bestiary("eval", str(run), "--checkpoint", "best", "--episodes", str(EPISODES))
 
 
 def part_of(preset: str, part: str) -> Path:
@@ -98,8 +103,8 @@ def faithful() -> None:
 
 
 def tested(run: Path) -> list[dict[str, Any]]:
-    """Of every seed, what its best checkpoint reached in games that had no part in choosing it."""
-    path = run / f"eval-best-1x{GAMES}-seed0.json"
+    """Per seed, scores of the best checkpoint in episodes that had no part in choosing it."""
+    path = run / f"eval-best-1x{EPISODES}-seed0.json"
     return json.loads(path.read_text())["seeds"] if path.exists() else []
 
 
@@ -125,7 +130,7 @@ def row_of(run: Path, seed: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(name: str, rows: list[dict[str, Any]], order: list[str]) -> None:
-    """Tracks, presets and parts of which no run is here keep what was collected before."""
+    """Rows of tracks, presets and parts without a run here stay as they were collected before."""
     TABLES.mkdir(exist_ok=True)
     by = [*rows[0]][: [*rows[0]].index("seed")]
     new = {tuple(row[key] for key in by) for row in rows}
@@ -165,7 +170,7 @@ def grouped(name: str, *by: str) -> dict[tuple[str, ...], list[dict[str, str]]]:
 
 
 def tables() -> None:
-    print("| track | papers / public code | mode | seeds 25 to 29 | mean | 95% interval | frames | minutes a seed |")
+    print("| track | paper / public code | mode | seeds 25 to 29 | mean | 95% interval | steps | minutes per seed |")
     print("|---" * 8 + "|")
     for (track,), seeds in grouped("tracks.csv", "track").items():
         minutes = np.mean([float(seed["trained_seconds"]) for seed in seeds]) / 60
@@ -180,12 +185,12 @@ def tables() -> None:
     print("|---" * 4 + "|")
     for (preset, part), seeds in grouped("parts.csv", "preset", "part").items():
         print("| " + " | ".join([f"`{preset}`", part, *scores_of(seeds)]) + " |")
-    print("\n| preset | moves | greedy, seeds 25 and 26 | sampled | minutes a seed |")
+    print("\n| preset | steps | greedy, seeds 25 and 26 | sampled | minutes per seed |")
     print("|---" * 5 + "|")
     for (preset,), seeds in grouped("faithful.csv", "preset").items():
-        moves = f"{int(seeds[0]['trained_frames']) / 1e6:.1f}M"
+        steps = f"{int(seeds[0]['trained_frames']) / 1e6:.2f}".removesuffix("0") + "M"
         minutes = np.mean([float(seed["trained_seconds"]) for seed in seeds]) / 60
-        print("| " + " | ".join([f"`{preset}`", moves, *scores_of(seeds), f"{minutes:.1f}"]) + " |")
+        print("| " + " | ".join([f"`{preset}`", steps, *scores_of(seeds), f"{minutes:.1f}"]) + " |")
 
 
 def scores_of(seeds: list[dict[str, str]]) -> list[str]:
@@ -210,7 +215,7 @@ def draw() -> None:
     axes[0, 0].set_ylabel("score in evaluations")
     axes[0, 0].legend(frameon=False, loc="lower right")
     figure.tight_layout()
-    figure.savefig(PICTURE, dpi=120, bbox_inches="tight")
+    figure.savefig(FIGURE, dpi=120, bbox_inches="tight")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers.files import through_a_file
 from helpers.rollouts import continue_rollout, different_fields, random_actions, roll_out
+from helpers.settings import configure
 from torch import Tensor
 
 from bestiary import tree
@@ -233,7 +234,7 @@ def test_a_saved_environment_resumes_within_an_episode(cfg: LunarLander):
 
 
 def experiment(cfg: LunarLander) -> Experiment:
-    small, few = replace(preset("cartpole").algo, unroll=25, batch_size=3), Evaluation(episodes=0)
+    small, few = configure(preset("cartpole").algo, unroll=25, batch_size=3), Evaluation(episodes=0)
     return replace(preset("cartpole"), env=cfg, algo=small, runtime=Local(envs=3, threads=1), evaluation=few)
 
 

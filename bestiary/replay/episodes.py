@@ -27,7 +27,7 @@ from bestiary.replay.episode_storage import (
 )
 from bestiary.replay.rate_limiter import RateLimiter, SampledReplay
 from bestiary.seeding import REPLAY, derive
-from bestiary.types import Batch, Snapshot, Spec, State, Trajectory, ValueTargets
+from bestiary.types import Batch, Snapshot, Spec, State, Trajectory, ValueTargets, within_episode
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,8 @@ class EpisodeReplay(SampledReplay):
                 if end is not None:
                     finished += self._finish_episode(at)
                 start = stop
-        self.rate_limiter.add(finished if self.cfg.update_unit == "episode" else int((~is_first[1:]).sum()))
+        transitions = int(within_episode(t.step.is_first).sum())
+        self.rate_limiter.add(finished if self.cfg.update_unit == "episode" else transitions)
         if finished:
             self._rank_and_evict()
 
@@ -356,6 +357,7 @@ class EpisodesBuilder:
     command_distribution: Callable[[EpisodeTable, NDArray[Any]], CommandDistribution]  # of episodes and their labels
     needs_returns_to_go: bool = False  # the distribution depends on the returns-to-go of all transitions
     critic_refresh: CriticRefresh | None = None
+    leaves_before_core: int = 2  # of an agent's state: the command and the inverse temperature
 
     def share(self, parts: int, learners: int = 1) -> Self:
         names = ("capacity", "best_episodes", "latest_episodes", "warmup", "max_transitions")
@@ -374,5 +376,5 @@ class EpisodesBuilder:
                 f"{spec.name} has images"
             )
         check_memory(self.nbytes(spec), self.cfg.capacity)
-        core_state = state[2:]  # the first two leaves are the command and the inverse temperature
+        core_state = state[self.leaves_before_core :]
         return EpisodeReplay(self, seed, recurrent=any(leaf.is_floating_point() for leaf in core_state))

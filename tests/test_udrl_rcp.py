@@ -31,6 +31,7 @@ from bestiary.algos.return_conditioned.learner import ReturnConditionedLearner
 from bestiary.algos.return_conditioned.networks import NETWORKS
 from bestiary.cli import main
 from bestiary.config.experiment import Evaluation, Experiment
+from bestiary.config.schema import decode
 from bestiary.cores import DeltaNet, Ff, Lstm
 from bestiary.envs import Catch, Gym, Recall
 from bestiary.errors import UserError
@@ -950,6 +951,33 @@ def test_invalid_replay_settings_are_refused():
         match=r"algo\.replay\.sequence-length=300 must lie between 1 and algo\.replay\.batch-size=256, or be None",
     ):
         Experiment(algo=rcp(sequence_length=300))
+
+
+OLD_SETTINGS: dict[str, Any] = {  # as version 0.1 wrote them
+    "kind": "rcp", "command": "to-go", "source": "peak", "hold": True, "redraw": True, "top": 7, "distinct": True,
+    "increment": 0.25, "percentile": 80.0, "peak_every": 5, "keep": "mixture", "capacity": 50, "moves": 900, "best": 3,
+    "latest": 4, "best_share": 0.5, "draw": "moves", "adjust": True, "cut_penalty": 0.0, "haste": 0.1,
+    "weigh": "moves", "ratio": 2.0, "per": "episode", "warmup": 9, "window": 6, "batch_size": 48, "shift": [1.0],
+    "scale": [0.5], "smoothing": 0.02, "average": 0.99, "sharpen": 1.5, "sharpen_over": 100, "lr_last": 0.3,
+    "critic": "own", "critic_every": 11,
+}  # fmt: skip
+
+
+def test_settings_of_version_0_1_are_read_under_todays_names():
+    assert decode(Rcp, OLD_SETTINGS) == rcp(
+        command="return-to-go", command_source="maximum", fixed_command=True, resample_command=True,
+        command_episodes=7, distinct_returns=True, return_increment=0.25, command_percentile=80.0, command_period=5,
+        keep="mixture", capacity=50, max_transitions=900, best_episodes=3, latest_episodes=4, best_fraction=0.5,
+        sample_by="transitions", start_state_baseline=True, length_penalty=0.1, weight_by="transitions",
+        updates_per_step=2.0, update_unit="episode", warmup=9, sequence_length=6, batch_size=48,
+        command_shift=(1.0,), command_scale=(0.5,), label_smoothing=0.02, ema_decay=0.99,
+        max_inverse_temperature=1.5, inverse_temperature_steps=100, final_lr_fraction=0.3, critic="separate",
+        critic_period=11,
+    )  # fmt: skip
+    with pytest.raises(UserError, match=r"cut_penalty=1\.0 is a setting of an earlier version"):
+        decode(Rcp, OLD_SETTINGS | {"cut_penalty": 1.0})
+    with pytest.raises(UserError, match="network cannot be 'hyper'"):
+        decode(Rcp, OLD_SETTINGS | {"network": "hyper"})
 
 
 def test_images_are_not_normalised():

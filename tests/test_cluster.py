@@ -154,15 +154,18 @@ def test_every_kind_of_replay_learns_with_several_actors_and_shards(name, cluste
     if name == "tmaze-r2d2":
         e = replace(e, algo=configure(e.algo, warmup=1_200, capacity=8_000))
     runtime = Ray(envs=8, threads=1, actors=2, shards=2, address=cluster.address)
-    seconds, lags = [], []
+    seconds: list[float] = []
+    lag = 0.0
     for progress in bestiary.iterate(replace(e, runtime=runtime, frames=10_000_000), tmp_path / "run"):
-        lags += [progress.metrics["policy_lag"]] if progress.metrics else []
+        lag = progress.metrics.get("policy_lag", lag)
         seconds += [progress.metrics["unroll_seconds"]] if "unroll_seconds" in progress.metrics else []
-        if progress.updates and progress.frames > 3_000 and progress.metrics.get("actors") == 2:
+        if progress.updates and progress.frames > 6_000 and progress.metrics.get("actors") == 2:
             break
     assert len(seconds) > 0 and min(seconds) > 0
-    assert min(lags) >= 0
-    assert max(lags) < progress.updates  # the actors receive new weights
+    if name == "rcp-a":  # at first it only uses the episodes of the warm-up, until its critic has evaluated others
+        assert 0 < lag <= progress.updates
+    else:  # actors receive new weights: with the initial ones the lag would almost equal the number of updates
+        assert 0 < lag < 0.7 * progress.updates
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -318,7 +321,7 @@ def test_an_inference_server_that_dies_and_a_hanging_shard_are_replaced(cluster,
 
     def has_learned() -> bool:
         rows = table(tmp_path / "run", "metrics.csv") if metrics.exists() else []
-        return any(0 < float(row["policy_lag"]) < int(row["updates"]) for row in rows)
+        return any(0 < float(row["policy_lag"]) < 0.7 * int(row["updates"]) for row in rows if int(row["updates"]) > 60)
 
     def stop_the_shard() -> bool:
         os.kill(cluster.named("ray::ReplayShard")[0], signal.SIGSTOP)
@@ -328,7 +331,7 @@ def test_an_inference_server_that_dies_and_a_hanging_shard_are_replaced(cluster,
         e,
         tmp_path / "run",
         [
-            has_learned,  # the lag is below the number of updates because the server receives new weights
+            has_learned,  # with initial weights in the server, the lag would almost equal the number of updates
             lambda: kill(cluster, "ray::InferenceServer") == 1,
             lambda: reported("the inference server was lost with the recurrent state of all actors; restarting it"),
             lambda: reported("restarted with new episodes"),

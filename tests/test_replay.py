@@ -1,4 +1,4 @@
-"""A queue of experience: every stream is given out once, in order of arrival, however it came in."""
+"""The FIFO replay: every trajectory is sampled once, in order of arrival, however it was added."""
 
 import io
 from collections.abc import Iterator
@@ -10,23 +10,23 @@ from bestiary.replay import Fifo
 from bestiary.replay.fifo import FifoBuilder, FifoReplay
 from bestiary.types import Batch, TimeStep, Trajectory
 
-ROWS = 4  # three moves
+STEPS = 4  # three transitions
 
 
 def trajectory(first: int, width: int) -> Trajectory:
-    """Streams numbered first, first + 1, ...: every tensor tells its stream and, in rows, its row."""
+    """Streams first, first + 1, ...: every tensor encodes its stream, and those of time steps their step."""
     stream = torch.arange(first, first + width)
-    row = torch.arange(ROWS)[:, None]
-    told = 100 * stream + row  # [T+1, B]
+    row = torch.arange(STEPS)[:, None]
+    code = 100 * stream + row  # [T+1, B]
     step = TimeStep(
-        obs=told[..., None].float().expand(ROWS, width, 2).clone(),
-        prev_action=told,
-        reward=told.double(),
+        obs=code[..., None].float().expand(STEPS, width, 2).clone(),
+        prev_action=code,
+        reward=code.double(),
         is_first=(stream + row) % 3 == 0,
         is_terminal=(stream + row) % 5 == 0,
     )
-    aux = {"logits": told[..., None].float(), "mark": told}
-    return Trajectory(step, told + 1, aux, (stream[:, None].float(), stream[:, None, None] * 7), stream + 1000)
+    aux = {"logits": code[..., None].float(), "mark": code}
+    return Trajectory(step, code + 1, aux, (stream[:, None].float(), stream[:, None, None] * 7), stream + 1000)
 
 
 def assert_streams(batch: Batch | None, streams: list[int]) -> None:
@@ -34,7 +34,7 @@ def assert_streams(batch: Batch | None, streams: list[int]) -> None:
     assert batch is not None
     expected = [trajectory(s, 1) for s in streams]
     t = batch.trajectory
-    assert t.action.shape == (ROWS, len(streams))
+    assert t.action.shape == (STEPS, len(streams))
     for i, e in enumerate(expected):
         for got, want in zip([*t.step, t.action], [*e.step, e.action], strict=True):
             assert torch.equal(got[:, i], want[:, 0])
@@ -62,7 +62,7 @@ def test_a_batch_waits_until_it_is_full():
     assert replay.sample() is None
 
 
-def test_one_wide_trajectory_makes_many_batches():
+def test_one_wide_trajectory_makes_several_batches():
     replay = FifoBuilder(Fifo(batch_size=2, capacity=8), 1).build()
     replay.add(trajectory(0, 7))
     for streams in ([0, 1], [2, 3], [4, 5]):
@@ -74,22 +74,22 @@ def test_one_wide_trajectory_makes_many_batches():
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 5, 8, 13])
 @pytest.mark.parametrize("widths", [[1] * 13, [3, 1, 4, 1, 5, 9, 2, 6], [13], [2, 2, 2, 2], [8, 8, 8]], ids=str)
-def test_each_stream_is_given_out_once_and_in_order(widths, batch_size):
+def test_every_stream_is_sampled_once_and_in_order(widths, batch_size):
     replay = FifoBuilder(Fifo(batch_size, capacity=100), 1).build()
-    told, added, given = [], 0, []
+    code, added, given = [], 0, []
     for width in widths:
         replay.add(trajectory(added, width))
         added += width
         for batch in drain(replay):
             assert batch.keys is None
-            told.append(batch)
+            code.append(batch)
             given += batch.trajectory.version.sub(1000).tolist()
     assert given == list(range(added - added % batch_size))
-    for i, batch in enumerate(told):
+    for i, batch in enumerate(code):
         assert_streams(batch, list(range(i * batch_size, (i + 1) * batch_size)))
 
 
-def test_draining_late_gives_the_same_batches_as_draining_at_once():
+def test_sampling_late_gives_the_same_batches_as_sampling_at_once():
     replay = FifoBuilder(Fifo(batch_size=4, capacity=100), 1).build()
     for first, width in ((0, 3), (3, 6), (9, 1), (10, 5)):
         replay.add(trajectory(first, width))
@@ -98,7 +98,7 @@ def test_draining_late_gives_the_same_batches_as_draining_at_once():
     assert i == 2
 
 
-def test_producers_are_told_to_wait_when_enough_is_waiting():
+def test_the_queue_is_full_at_its_capacity():
     replay = FifoBuilder(Fifo(batch_size=2, capacity=5), 1).build()
     fullness = []
     for first in range(0, 6, 2):
@@ -109,8 +109,8 @@ def test_producers_are_told_to_wait_when_enough_is_waiting():
     assert not replay.full
 
 
-def half_used() -> FifoReplay:
-    """Some streams gone, one trajectory cut in two, others untouched."""
+def partly_sampled() -> FifoReplay:
+    """Some streams have been sampled, one trajectory is split, others are complete."""
     replay = FifoBuilder(Fifo(batch_size=4, capacity=100), 1).build()
     for first, width in ((0, 3), (3, 6), (9, 4)):
         replay.add(trajectory(first, width))
@@ -118,10 +118,10 @@ def half_used() -> FifoReplay:
     return replay
 
 
-def test_a_saved_queue_goes_on_as_if_nothing_had_happened():
-    saved = half_used()
+def test_a_restored_queue_continues_identically():
+    saved = partly_sampled()
     restored = FifoBuilder(Fifo(batch_size=4, capacity=100), 1).build()
-    restored.add(trajectory(50, 2))  # what was there before is replaced
+    restored.add(trajectory(50, 2))  # is replaced by the loaded state
     restored.load_state_dict(saved.state_dict())
     for replay in (saved, restored):
         assert replay.size == 9
@@ -132,8 +132,8 @@ def test_a_saved_queue_goes_on_as_if_nothing_had_happened():
         assert replay.sample() is None
 
 
-def test_saving_does_not_disturb_the_queue():
-    replay = half_used()
+def test_saving_does_not_change_the_queue():
+    replay = partly_sampled()
     state = replay.state_dict()
     assert_streams(replay.sample(), [4, 5, 6, 7])
     restored = FifoBuilder(Fifo(batch_size=4, capacity=100), 1).build()
@@ -141,9 +141,9 @@ def test_saving_does_not_disturb_the_queue():
     assert_streams(restored.sample(), [4, 5, 6, 7])
 
 
-def test_a_saved_queue_survives_a_file_that_is_safe_to_load():
+def test_a_queue_can_be_loaded_with_weights_only():
     file = io.BytesIO()
-    torch.save(half_used().state_dict(), file)
+    torch.save(partly_sampled().state_dict(), file)
     file.seek(0)
     restored = FifoBuilder(Fifo(batch_size=4, capacity=100), 1).build()
     restored.load_state_dict(torch.load(file, weights_only=True))
@@ -158,12 +158,12 @@ def test_an_empty_queue_can_be_saved():
     assert replay.sample() is None
 
 
-def test_a_batch_of_nothing_is_refused():
+def test_a_batch_size_of_zero_is_refused():
     with pytest.raises(ValueError, match="batch-size=0 must be at least 1"):
         Fifo(batch_size=0, capacity=4)
 
 
-def test_a_batch_that_can_never_be_filled_is_refused_with_a_way_out():
+def test_a_batch_that_can_never_be_filled_is_refused():
     with pytest.raises(
         ValueError,
         match=r"batch-size=33 can never be filled.*lower --algo\.replay\.batch-size to 32.*--algo\.replay\.capacity",
@@ -171,7 +171,7 @@ def test_a_batch_that_can_never_be_filled_is_refused_with_a_way_out():
         FifoBuilder(Fifo(batch_size=33), 16)
 
 
-def test_a_queue_may_be_exactly_as_long_as_a_batch():
+def test_the_capacity_may_equal_the_batch_size():
     replay = FifoBuilder(Fifo(batch_size=4, capacity=4), 1).build()
     replay.add(trajectory(0, 4))
     assert replay.full

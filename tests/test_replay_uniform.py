@@ -1,4 +1,4 @@
-"""Long memory for experience: what is drawn was played, is whole, is equally likely, and is drawn as often as told."""
+"""Uniform replay: samples are consecutive steps or whole episodes, equally likely, at the set updates per step."""
 
 import io
 import itertools
@@ -23,41 +23,41 @@ SPEC = Spec("script", (3,), torch.float32, 4)
 
 
 class Script:
-    """What would be played by all streams, row by row. Every tensor tells its stream, its row and its script."""
+    """The time steps of all streams. Every tensor encodes its stream, its step and its script."""
 
-    def __init__(self, rows: int, density: float = 0.15, streams: int = STREAMS, number: int = 0) -> None:
+    def __init__(self, steps: int, density: float = 0.15, streams: int = STREAMS, number: int = 0) -> None:
         rng = torch.Generator().manual_seed(number)
         self.number, self.streams = number, streams
-        self.is_first = torch.rand(rows, streams, generator=rng) < density
+        self.is_first = torch.rand(steps, streams, generator=rng) < density
         self.is_first[0] = True
-        self.is_terminal = (torch.rand(rows, streams, generator=rng) < 0.3) & ~self.is_first
-        self.all = self.rows(0, rows)
+        self.is_terminal = (torch.rand(steps, streams, generator=rng) < 0.3) & ~self.is_first
+        self.all = self.steps(0, steps)
 
-    def at(self, row: torch.Tensor, stream: torch.Tensor) -> tuple[TimeStep, torch.Tensor, dict]:
-        """[T, B] rows of [B] streams."""
-        return tree.map(lambda x: x[row, stream], self.all)
+    def at(self, index: torch.Tensor, stream: torch.Tensor) -> tuple[TimeStep, torch.Tensor, dict]:
+        """Steps [T, B] of streams [B]."""
+        return tree.map(lambda x: x[index, stream], self.all)
 
-    def rows(self, first: int, count: int, stream: slice = slice(None)) -> tuple[TimeStep, torch.Tensor, dict]:
-        row = torch.arange(first, first + count)[:, None]
+    def steps(self, first: int, count: int, stream: slice = slice(None)) -> tuple[TimeStep, torch.Tensor, dict]:
+        index = torch.arange(first, first + count)[:, None]
         column = torch.arange(self.streams)[stream][None]
-        told = 10_000 * column + row + 1  # never 0
+        code = 10_000 * column + index + 1  # never 0
         step = TimeStep(
-            obs=torch.stack([torch.full_like(told, self.number), column.expand_as(told), row.expand_as(told)], -1),
-            prev_action=told + 1,
-            reward=told.float(),
+            obs=torch.stack([torch.full_like(code, self.number), column.expand_as(code), index.expand_as(code)], -1),
+            prev_action=code + 1,
+            reward=code.float(),
             is_first=self.is_first[first : first + count, stream],
             is_terminal=self.is_terminal[first : first + count, stream],
         )
-        return step, told + 2, {"logits": told[..., None].double(), "mark": told.to(torch.int32)}
+        return step, code + 2, {"logits": code[..., None].double(), "mark": code.to(torch.int32)}
 
     def trajectory(self, number: int, unroll: int = UNROLL) -> Trajectory:
         start = number * unroll
         stream = torch.arange(self.streams)
         state = (torch.stack([stream, torch.full_like(stream, start)], 1).float(), start + stream[:, None, None] / 8)
-        return Trajectory(*self.rows(start, unroll + 1), state, 1000 * number + stream)
+        return Trajectory(*self.steps(start, unroll + 1), state, 1000 * number + stream)
 
     def episodes(self, newest: int, oldest: int = 0) -> set[tuple[int, int, int]]:
-        """(stream, first row, rows) of those that began at `oldest` or later, had a move, and are known to be over."""
+        """(stream, first step, steps) of finished episodes that began at `oldest` or later and have a transition."""
         found = set()
         for b in range(self.streams):
             starts = self.is_first[: newest + 1, b].nonzero().flatten().tolist()
@@ -87,20 +87,20 @@ def drain(replay: UniformReplay) -> int:
 
 
 def column(t: Trajectory, b: int) -> tuple[int, int]:
-    """Stream and first row of one sample."""
-    _, stream, row = t.step.obs[0, b].tolist()
-    return stream, row
+    """Stream and first step of one sample."""
+    _, stream, index = t.step.obs[0, b].tolist()
+    return stream, index
 
 
 def different(a: Any, b: Any) -> list[str]:
-    """What of (step, action, aux) differs, bit for bit."""
+    """Names of the fields of (step, action, aux) that differ bit for bit."""
     flat = [{**dict(zip(TimeStep._fields, step, strict=True)), "action": act, **aux} for step, act, aux in (a, b)]
     assert flat[0].keys() == flat[1].keys()
     return [k for k in flat[0] if flat[0][k].dtype != flat[1][k].dtype or not torch.equal(flat[0][k], flat[1][k])]
 
 
-def part(t: Trajectory, rows: slice, b: int) -> Any:
-    return tree.map(lambda x: x[rows, b : b + 1], (t.step, t.action, t.aux))
+def part(t: Trajectory, steps: slice, b: int) -> Any:
+    return tree.map(lambda x: x[steps, b : b + 1], (t.step, t.action, t.aux))
 
 
 def as_bits(batch: Batch | None) -> Any:
@@ -108,31 +108,31 @@ def as_bits(batch: Batch | None) -> Any:
     return tree.map(lambda x: x.tolist(), tuple(batch.trajectory))
 
 
-# -- windows ------------------------------------------------------------------------------------------------------
+# -- sequences ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("window", [1, 4, 5, 17])
+@pytest.mark.parametrize("length", [1, 4, 5, 17])
 @pytest.mark.parametrize("stored_state", [False, True])
-def test_a_window_is_rows_that_one_stream_played_one_after_the_other(window, stored_state):
+def test_a_sequence_is_consecutive_steps_of_one_stream(length, stored_state):
     script = Script(501)
-    replay = settings(sequence_length=window, capacity=147, batch_size=8, stored_state=stored_state).build(0)
-    slots = 50  # 147 / 3 moves, and the row the last one leads to
-    for k in range(100):  # the ring turns ten times
+    replay = settings(sequence_length=length, capacity=147, batch_size=8, stored_state=stored_state).build(0)
+    slots = 50  # 147 / 3 transitions, and the step that the last one leads to
+    for k in range(100):  # the ring buffer wraps around ten times
         replay.add(script.trajectory(k))
         newest = (k + 1) * UNROLL
-        if newest < window:
+        if newest < length:
             assert replay.sample() is None
             continue
         t = draw(replay)
-        _, stream, row = t.step.obs[0].T
-        assert row.min() >= max(0, newest - slots + 1)
-        assert row.max() <= newest - window
-        expected = script.at(row + torch.arange(window + 1)[:, None], stream)
+        _, stream, index = t.step.obs[0].T
+        assert index.min() >= max(0, newest - slots + 1)
+        assert index.max() <= newest - length
+        expected = script.at(index + torch.arange(length + 1)[:, None], stream)
         assert different((t.step, t.action, t.aux), expected) == []
-        assert torch.equal(t.version, 1000 * (row // UNROLL) + stream)
+        assert torch.equal(t.version, 1000 * (index // UNROLL) + stream)
 
 
-def test_windows_that_carry_memory_start_where_a_trajectory_did_and_with_what_it_had():
+def test_stored_state_is_that_of_the_trajectory_that_begins_there():
     script, replay = Script(501), settings(sequence_length=7, capacity=147, stored_state=True).build(0)
     seen = set()
     for k in range(60):
@@ -141,29 +141,31 @@ def test_windows_that_carry_memory_start_where_a_trajectory_did_and_with_what_it
             continue
         t = draw(replay)
         for b in range(16):
-            stream, row = column(t, b)
-            assert row % UNROLL == 0
-            seen.add((k + 1) - row // UNROLL)
-            for got, all_streams in zip(t.state, script.trajectory(row // UNROLL).state, strict=True):
+            stream, index = column(t, b)
+            assert index % UNROLL == 0
+            seen.add((k + 1) - index // UNROLL)
+            for got, all_streams in zip(t.state, script.trajectory(index // UNROLL).state, strict=True):
                 assert torch.equal(got[b], all_streams[stream])
-    assert seen == set(range(2, 10))  # trajectories back: 49 moves hold the starts of nine, two of which are needed
+    assert seen == set(
+        range(2, 10)
+    )  # trajectories back: 49 transitions hold the starts of nine, two of which are needed
 
 
-def test_without_stored_memory_a_sample_brings_none():
-    for window in (4, None):
-        replay = settings(sequence_length=window).build(0)
+def test_without_stored_state_a_sample_has_none():
+    for length in (4, None):
+        replay = settings(sequence_length=length).build(0)
         fill(replay, Script(101), 20)
         assert draw(replay).state == ()
 
 
 def chi_square(counts: dict[Any, int]) -> tuple[float, float]:
-    """The statistic, and five standard deviations above what chance gives."""
+    """Pearson's statistic, and its mean plus five standard deviations."""
     n, k = sum(counts.values()), len(counts)
     return sum((c - n / k) ** 2 / (n / k) for c in counts.values()), (k - 1) + 5 * (2 * (k - 1)) ** 0.5
 
 
 @pytest.mark.parametrize("stored_state", [False, True])
-def test_every_window_is_equally_likely(stored_state):
+def test_every_sequence_is_equally_likely(stored_state):
     script, replay = (
         Script(501),
         settings(sequence_length=6, capacity=150, stored_state=stored_state, batch_size=25).build(3),
@@ -173,8 +175,8 @@ def test_every_window_is_equally_likely(stored_state):
     starts = [n for n in range(newest - slots + 1, newest - 5) if not stored_state or n % UNROLL == 0]
     counts = {(s, n): 0 for s in range(STREAMS) for n in starts}
     for _ in range(200):
-        for _, stream, row in draw(replay).step.obs[0].tolist():
-            counts[stream, row] += 1
+        for _, stream, index in draw(replay).step.obs[0].tolist():
+            counts[stream, index] += 1
     statistic, limit = chi_square(counts)
     assert statistic < limit
 
@@ -182,9 +184,9 @@ def test_every_window_is_equally_likely(stored_state):
 # -- whole episodes -----------------------------------------------------------------------------------------------
 
 
-def test_a_sample_is_one_episode_from_its_first_row_to_its_last():
+def test_a_sample_is_one_episode_from_its_first_step_to_its_last():
     script, replay = Script(1001), settings(capacity=147).build(0)
-    slots, drawn = 50, set()
+    slots, sampled = 50, set()
     for k in range(100):
         replay.add(script.trajectory(k))
         newest = (k + 1) * UNROLL
@@ -198,17 +200,17 @@ def test_a_sample_is_one_episode_from_its_first_row_to_its_last():
         for b in range(16):
             stream, first = column(t, b)
             length = lengths[stream, first]
-            drawn.add((stream, first))
-            expected = script.rows(first, length, slice(stream, stream + 1))
+            sampled.add((stream, first))
+            expected = script.steps(first, length, slice(stream, stream + 1))
             assert expected[0].is_first.flatten().tolist() == [True] + [False] * (length - 1)
             assert script.is_first[first + length, stream]
             assert different(part(t, slice(length), b), expected) == []
             assert t.version[b] == 1000 * (first // UNROLL) + stream
         assert len(t.action) == max(lengths[column(t, b)] for b in range(16))  # padded no further than needed
-    assert len(drawn) > 50
+    assert len(sampled) > 50
 
 
-def test_padding_leaves_the_moves_of_an_episode_as_they_are_and_adds_none():
+def test_padding_adds_no_transitions():
     script, replay = Script(1001), settings().build(0)
     padded = 0
     for k in range(40):
@@ -221,7 +223,7 @@ def test_padding_leaves_the_moves_of_an_episode_as_they_are_and_adds_none():
         for b in range(16):
             stream, first = column(t, b)
             length = lengths[stream, first]
-            alone = transitions(script.rows(first, length, slice(stream, stream + 1))[0], GAMMA)
+            alone = transitions(script.steps(first, length, slice(stream, stream + 1))[0], GAMMA)
             for joint, single in zip(m, alone, strict=True):
                 assert torch.equal(joint[: length - 1, b], single[:, 0])
             assert m.valid[: length - 1, b].all()
@@ -239,15 +241,15 @@ def test_every_episode_is_equally_likely_however_long_it_is():
     assert len({length for _, _, length in known}) > 5
     counts = {(stream, first): 0 for stream, first, _ in known}
     for _ in range(200):
-        for _, stream, row in draw(replay).step.obs[0].tolist():
-            counts[stream, row] += 1
+        for _, stream, index in draw(replay).step.obs[0].tolist():
+            counts[stream, index] += 1
     statistic, limit = chi_square(counts)
     assert statistic < limit
 
 
-def test_an_episode_longer_than_the_ring_is_never_drawn():
+def test_an_episode_longer_than_the_ring_buffer_is_never_sampled():
     script, replay = Script(501, density=0.0), settings(capacity=60).build(0)
-    script.is_first[[100, 104, 140, 141]] = True  # one far too long, one of four rows, one too long, one without a move
+    script.is_first[[100, 104, 140, 141]] = True  # lengths: far too long, four steps, too long, no transition
     for k in range(40):
         replay.add(script.trajectory(k))
         while (batch := replay.sample()) is not None:
@@ -257,11 +259,11 @@ def test_an_episode_longer_than_the_ring_is_never_drawn():
         assert {tuple(e) for e in replay.episodes.tolist()} == known
 
 
-@pytest.mark.parametrize("window", [None, 6])
-def test_an_interrupted_stream_yields_no_episode_made_of_two(window):
-    """A resumed run begins new episodes in row 0 of its first trajectory, where the old ones had not ended."""
-    replay = settings(sequence_length=window, batch_size=32).build(0)
-    drawn = set()
+@pytest.mark.parametrize("length", [None, 6])
+def test_an_interrupted_episode_is_not_joined_to_the_next(length):
+    """A resumed run starts new episodes at step 0 of its first trajectory, although the old ones had not ended."""
+    replay = settings(sequence_length=length, batch_size=32).build(0)
+    sampled = set()
     for number in range(6):
         script = Script(101, density=0.1, number=number)
         for k in range(4):
@@ -269,47 +271,49 @@ def test_an_interrupted_stream_yields_no_episode_made_of_two(window):
             t = draw(replay) if not replay.is_empty() else None
             for b in range(0 if t is None else 32):
                 assert t is not None
-                kept = ~t.step.is_first[:, b].roll(-1) if window is None else torch.ones(7, dtype=torch.bool)
-                told = t.step.obs[:, b]
-                crossing = told[1:, 0] != told[:-1, 0]
-                assert t.step.is_first[1:, b][crossing].all()  # no move leads from one script to another
-                inside = ~crossing & (told[1:, 2] != told[:-1, 2])
-                assert (told[1:, 2] - told[:-1, 2])[inside & kept[:-1]].eq(1).all()
-                if window is None:
+                kept = ~t.step.is_first[:, b].roll(-1) if length is None else torch.ones(7, dtype=torch.bool)
+                code = t.step.obs[:, b]
+                crossing = code[1:, 0] != code[:-1, 0]
+                assert t.step.is_first[1:, b][crossing].all()  # no transition leads from one script to another
+                inside = ~crossing & (code[1:, 2] != code[:-1, 2])
+                assert (code[1:, 2] - code[:-1, 2])[inside & kept[:-1]].eq(1).all()
+                if length is None:
                     last = int((~t.step.is_first[:, b]).nonzero().max())
-                    source, stream, row = told[last].tolist()
-                    assert told[: last + 1, 0].eq(source).all()
-                    assert Script(101, density=0.1, number=source).is_first[row + 1, stream]  # it really ended there
-                    drawn.add(source)
-    assert window is not None or len(drawn) > 3
+                    source, stream, index = code[last].tolist()
+                    assert code[: last + 1, 0].eq(source).all()
+                    assert Script(101, density=0.1, number=source).is_first[
+                        index + 1, stream
+                    ]  # the episode really ended there
+                    sampled.add(source)
+    assert length is not None or len(sampled) > 3
 
 
-# -- the ring ------------------------------------------------------------------------------------------------------
+# -- ring buffer ---------------------------------------------------------------------------------------------------
 
 
-def test_the_row_that_two_trajectories_share_is_stored_once():
+def test_the_step_that_two_trajectories_share_is_stored_once():
     replay = settings(sequence_length=3, capacity=3000).build(0)
     for k in range(10):
         fill(replay, Script(101), 1, first=k)
         assert replay.metrics()["replay_steps"] == STREAMS * (UNROLL * (k + 1) + 1)
-    rows = replay.ring.storage[0].obs[: 10 * UNROLL + 1, :, 2]
-    assert torch.equal(rows, torch.arange(10 * UNROLL + 1)[:, None].expand(-1, STREAMS))
+    steps = replay.ring.storage[0].obs[: 10 * UNROLL + 1, :, 2]
+    assert torch.equal(steps, torch.arange(10 * UNROLL + 1)[:, None].expand(-1, STREAMS))
 
 
-def test_the_ring_holds_as_many_moves_as_it_was_told_and_never_grows():
+def test_the_ring_buffer_holds_its_capacity_and_never_grows():
     replay = settings(sequence_length=3, capacity=100).build(0)
     script = Script(501)
     fill(replay, script, 1)
     place = replay.ring.storage[0].obs.data_ptr()
     fill(replay, script, 99, first=1)
     assert replay.ring.storage[0].obs.data_ptr() == place
-    assert len(replay.ring.storage[0].obs) == 34  # 100 // 3 moves each
+    assert len(replay.ring.storage[0].obs) == 34  # 100 // 3 transitions each
     assert replay.metrics()["replay_steps"] == 34 * STREAMS
 
 
-def test_what_was_drawn_does_not_change_when_more_is_played():
-    for window in (None, 8):
-        replay = settings(sequence_length=window, capacity=60, batch_size=4).build(0)
+def test_a_sampled_batch_does_not_change_when_more_is_added():
+    for length in (None, 8):
+        replay = settings(sequence_length=length, capacity=60, batch_size=4).build(0)
         script = Script(501)
         fill(replay, script, 8)
         batch = replay.sample()
@@ -318,40 +322,40 @@ def test_what_was_drawn_does_not_change_when_more_is_played():
         assert as_bits(batch) == before
 
 
-# -- how often ----------------------------------------------------------------------------------------------------
+# -- frequencies --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("length", [None, 4])
 @pytest.mark.parametrize("ratio", [0.05, 0.25, 1, 3.7])
-def test_updates_keep_their_ratio_to_moves_over_a_long_run(ratio, window):
+def test_updates_per_step_are_kept_over_a_long_run(ratio, length):
     script = Script(1001)
-    replay = settings(updates_per_step=ratio, sequence_length=window, batch_size=1).build(0)
-    played = given = 0
+    replay = settings(updates_per_step=ratio, sequence_length=length, batch_size=1).build(0)
+    collected = given = 0
     trajectories = 200 if ratio < 1 else 80
     for k in range(trajectories):
         replay.add(script.trajectory(k))
-        played += int((~script.is_first[k * UNROLL + 1 : (k + 1) * UNROLL + 1]).sum())  # resets are no moves
+        collected += int((~script.is_first[k * UNROLL + 1 : (k + 1) * UNROLL + 1]).sum())  # resets are no transitions
         given += drain(replay)
         if not replay.is_empty():
-            assert 0 <= Fraction(str(ratio)) * played - given < 1 + 1e-9
-        assert replay.rate_limiter.steps == played
-    assert played < trajectories * UNROLL * STREAMS
-    assert replay.metrics()["updates_per_step"] == pytest.approx(ratio, abs=1 / played)
+            assert 0 <= Fraction(str(ratio)) * collected - given < 1 + 1e-9
+        assert replay.rate_limiter.steps == collected
+    assert collected < trajectories * UNROLL * STREAMS
+    assert replay.metrics()["updates_per_step"] == pytest.approx(ratio, abs=1 / collected)
 
 
-def test_nothing_is_drawn_before_the_warm_up_and_all_that_is_due_after_it():
+def test_nothing_is_sampled_before_the_warmup_and_all_due_after_it():
     script, replay = Script(501, density=0.0), settings(warmup=100, updates_per_step=0.5, sequence_length=2).build(0)
-    drawn = []
-    for k in range(10):  # 15 moves each
+    sampled = []
+    for k in range(10):  # 15 transitions each
         replay.add(script.trajectory(k))
-        drawn.append(drain(replay))
-    assert drawn == [0, 0, 0, 0, 0, 0, 52, 8, 7, 8]
+        sampled.append(drain(replay))
+    assert sampled == [0, 0, 0, 0, 0, 0, 52, 8, 7, 8]
 
 
-def test_producers_wait_when_more_is_due_than_one_trajectory_allows():
+def test_the_replay_is_full_when_more_is_due_than_one_trajectory_allows():
     script, replay = Script(501, density=0.0), settings(updates_per_step=0.4, sequence_length=2, warmup=20).build(0)
     fullness = []
-    for k in range(3):  # 15 moves, worth 6 updates, each
+    for k in range(3):  # 15 transitions and 6 updates each
         replay.add(script.trajectory(k))
         fullness.append(replay.full)
     assert fullness == [False, True, True]  # nothing before the warm-up, then 12 and 18
@@ -360,21 +364,21 @@ def test_producers_wait_when_more_is_due_than_one_trajectory_allows():
         assert replay.full == (left > 6)
 
 
-def test_nobody_waits_for_less_than_one_update():
-    """A trajectory worth less than an update: several must come before anything can be drawn."""
+def test_the_replay_is_not_full_while_less_than_one_update_is_due():
+    """Several trajectories are needed for one update."""
     script, replay = Script(501, density=0.0), settings(updates_per_step=0.03, sequence_length=2, warmup=0).build(0)
-    drawn = 0
-    for k in range(30):  # worth 0.45 updates each
+    sampled = 0
+    for k in range(30):  # 0.45 updates each
         assert not replay.full
         replay.add(script.trajectory(k))
-        drawn += drain(replay)
-    assert drawn == 13
+        sampled += drain(replay)
+    assert sampled == 13
 
 
-@pytest.mark.parametrize("window", [None, 40])
-def test_nobody_waits_while_there_is_nothing_to_draw_from(window):
-    """No episode has ended, or no window is long enough: only more experience helps."""
-    script, replay = Script(501, density=0.0), settings(sequence_length=window, batch_size=1).build(0)
+@pytest.mark.parametrize("length", [None, 40])
+def test_the_replay_is_not_full_while_there_is_nothing_to_sample(length):
+    """No episode has ended, or there are fewer steps than a sequence has: more experience is needed."""
+    script, replay = Script(501, density=0.0), settings(sequence_length=length, batch_size=1).build(0)
     script.is_first[38] = True
     for k in range(7):
         replay.add(script.trajectory(k))
@@ -386,7 +390,7 @@ def test_nobody_waits_while_there_is_nothing_to_draw_from(window):
     assert replay.sample() is not None
 
 
-def test_draws_come_from_the_seed():
+def test_samples_depend_on_the_seed_alone():
     bits = []
     for seed in (0, 0, 1):
         replay = settings(sequence_length=4).build(seed)
@@ -410,14 +414,14 @@ def through_a_file(snapshot: Any) -> tuple[Any, int]:
 
 KINDS = {
     "episodes": settings(capacity=147),
-    "windows": settings(capacity=147, sequence_length=6),
-    "memory": settings(capacity=147, sequence_length=6, stored_state=True),
+    "sequences": settings(capacity=147, sequence_length=6),
+    "stored state": settings(capacity=147, sequence_length=6, stored_state=True),
 }
 
 
 @pytest.mark.parametrize("cfg", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("trajectories", [0, 3, 9, 10, 57])
-def test_a_saved_replay_goes_on_as_if_nothing_had_happened(cfg, trajectories):
+def test_a_restored_replay_continues_identically(cfg, trajectories):
     script, replay = Script(501), cfg.build(0)
     for k in range(trajectories):
         replay.add(script.trajectory(k))
@@ -437,7 +441,7 @@ def test_a_saved_replay_goes_on_as_if_nothing_had_happened(cfg, trajectories):
         assert replay.metrics() == restored.metrics()
 
 
-def test_a_young_replay_takes_as_much_room_on_disk_as_it_holds():
+def test_a_partly_filled_replay_is_saved_without_its_empty_storage():
     sizes = []
     for capacity in (300, 300_000):
         replay = settings(capacity=capacity, sequence_length=4).build(0)
@@ -447,7 +451,7 @@ def test_a_young_replay_takes_as_much_room_on_disk_as_it_holds():
 
 
 @pytest.mark.parametrize("cfg", KINDS.values(), ids=KINDS)
-def test_with_another_number_of_streams_the_counters_go_on_and_the_rows_do_not(cfg):
+def test_with_other_streams_only_the_counters_are_restored(cfg):
     replay = cfg.build(0)
     fill(replay, Script(101), 12)
     given = [replay.sample() for _ in range(7)]
@@ -464,7 +468,7 @@ def test_with_another_number_of_streams_the_counters_go_on_and_the_rows_do_not(c
     assert wider.rate_limiter.batches == 8
 
 
-# -- what cannot be ------------------------------------------------------------------------------------------------
+# -- invalid settings ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -486,7 +490,7 @@ def test_with_another_number_of_streams_the_counters_go_on_and_the_rows_do_not(c
         ),
     ],
 )
-def test_numbers_that_cannot_work_are_refused(changes, sentence):
+def test_invalid_settings_are_refused(changes, sentence):
     with pytest.raises(UserError, match=sentence):
         settings(**changes)
 
@@ -508,13 +512,13 @@ def test_numbers_that_cannot_work_are_refused(changes, sentence):
         ),
     ],
 )
-def test_a_ring_in_which_no_sample_fits_is_refused_with_the_first_trajectory(changes, sentence):
+def test_a_ring_buffer_too_short_for_a_sample_is_refused(changes, sentence):
     script = Script(101)
     with pytest.raises(UserError, match=sentence):
         settings(batch_size=1, **changes).build(0).add(script.trajectory(0))
     enough = settings(batch_size=1, **changes | {"capacity": changes["capacity"] + 1}).build(0)
     fill(enough, script, 20)
-    assert changes.get("window") is None or enough.sample() is not None
+    assert changes.get("length") is None or enough.sample() is not None
 
 
 def test_a_uniform_replay_has_no_priorities():
@@ -522,15 +526,15 @@ def test_a_uniform_replay_has_no_priorities():
         settings().build(0).update_priorities(torch.zeros(1), torch.zeros(1))
 
 
-def test_trajectories_are_of_one_length():
+def test_trajectories_must_have_one_length():
     replay, script = settings().build(0), Script(101)
     replay.add(script.trajectory(0))
     with pytest.raises(AssertionError, match="one length"):
         replay.add(script.trajectory(0, unroll=6))
 
 
-def test_episodes_that_can_never_be_kept_are_refused():
-    """Nothing would ever be learnt, and nobody would say so."""
+def test_episodes_longer_than_the_ring_buffer_are_refused():
+    """Otherwise training would run without a single update."""
     small = settings(capacity=10 * STREAMS)
     with pytest.raises(
         UserError, match=r"holds 10 transitions for each of 3 env.* can have 11: raise it to 33, or set --alg"

@@ -1,4 +1,4 @@
-"""The tree against a list of weights that is searched from the left."""
+"""The sum tree against a list of weights that is searched from the left."""
 
 import math
 from typing import Any
@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from bestiary.replay.sum_tree import FANOUT, SumTree
 
-CAPACITIES = [1, 2, 7, 8, 9, 64, 65, 1000]  # full and not, with one level and with more
-slowly = settings(deadline=None, max_examples=60)  # the first call may have to compile
+CAPACITIES = [1, 2, 7, 8, 9, 64, 65, 1000]  # full and partly filled levels, one level and several
+compiles_first = settings(deadline=None, max_examples=60)  # the first call may have to compile
 
 
 def tree_of(weights: Any) -> SumTree:
@@ -23,7 +23,7 @@ def tree_of(weights: Any) -> SumTree:
 def some_weights(capacity: int, seed: int = 0, zeros: float = 0.3) -> np.ndarray:
     rng = np.random.default_rng(seed)
     weights = rng.random(capacity) * (rng.random(capacity) >= zeros)
-    weights[rng.integers(capacity)] = 0.5  # at least one can be drawn
+    weights[rng.integers(capacity)] = 0.5  # at least one slot can be sampled
     return weights
 
 
@@ -36,7 +36,7 @@ def slot_of(weights: list[float], point: float) -> int:
 
 
 class Constant:
-    """Stands in for a generator: all its numbers are the same."""
+    """A random generator that always returns the same number."""
 
     def __init__(self, number: float) -> None:
         self.number = number
@@ -49,20 +49,20 @@ LOWEST: Any = Constant(0.0)
 HIGHEST: Any = Constant(np.nextafter(1.0, 0.0))
 
 
-# -- against the list ----------------------------------------------------------------------------------------------
+# -- against a list ------------------------------------------------------------------------------------------------
 
 
 @st.composite
 def batches(draw: st.DrawFn, weights: st.SearchStrategy[float]) -> tuple[int, list[list[tuple[int, float]]]]:
-    """A capacity, and what is set in it, call by call: slots with weights, in any order, some more than once."""
+    """A capacity and calls of `set`: slots with weights, in any order, some more than once."""
     capacity = draw(st.sampled_from(CAPACITIES))
     return capacity, draw(st.lists(st.lists(st.tuples(st.integers(0, capacity - 1), weights), max_size=40), max_size=8))
 
 
-@slowly
+@compiles_first
 @given(batches(st.integers(0, 1000).map(float) | st.just(0.0)), st.randoms(use_true_random=False))
-def test_the_tree_does_what_a_list_does(operations, random):
-    """Whole numbers, which add up without rounding: everything must be equal."""
+def test_the_tree_equals_a_list(operations, random):
+    """Integers, whose sums are exact: everything must be equal."""
     capacity, calls = operations
     tree, naive = SumTree(capacity), [0.0] * capacity
     for call in calls:
@@ -81,10 +81,10 @@ def test_the_tree_does_what_a_list_does(operations, random):
             assert tree.find(np.array(points)).tolist() == [slot_of(naive, point) for point in points]
 
 
-@slowly
+@compiles_first
 @given(batches(st.floats(0.0, 1e300) | st.sampled_from([0.0, 5e-324, 1e-300, 0.1, 1.0, 1e16])))
-def test_no_rounding_leads_to_a_slot_without_weight(operations):
-    """From the smallest number there is to nearly the largest: points at every border, and next to it."""
+def test_rounding_never_leads_to_a_slot_of_weight_zero(operations):
+    """From the smallest float to nearly the largest: points at every boundary, and next to it."""
     capacity, calls = operations
     tree, naive = SumTree(capacity), np.zeros(capacity)
     for call in calls:
@@ -115,7 +115,7 @@ def test_a_new_tree_is_empty(capacity):
     assert tree.leaves().tolist() == [0.0] * capacity
 
 
-def test_of_a_slot_set_twice_in_one_call_the_last_weight_counts():
+def test_the_last_weight_counts_if_a_slot_is_set_twice_in_a_call():
     tree = SumTree(1000)
     tree.set(np.array([7, 999, 7, 0, 7]), np.array([1.0, 2.0, 3.0, 4.0, 0.5]))
     assert tree.weights(np.array([7, 999, 0])).tolist() == [0.5, 2.0, 4.0]
@@ -123,8 +123,8 @@ def test_of_a_slot_set_twice_in_one_call_the_last_weight_counts():
     tree.check_valid()
 
 
-def test_a_hundred_thousand_writes_leave_no_error_behind():
-    """Large weights come and go; a sum that is adjusted by differences would remember them."""
+def test_rounding_errors_do_not_accumulate():
+    """Large weights come and go; sums updated by differences would keep their rounding errors."""
     rng = np.random.default_rng(0)
     tree, naive = SumTree(1000), np.zeros(1000)
     for _ in range(1000):
@@ -141,7 +141,7 @@ def test_a_hundred_thousand_writes_leave_no_error_behind():
 
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
-def test_a_tree_rebuilt_from_its_leaves_is_the_same_to_the_last_bit(capacity):
+def test_a_tree_rebuilt_from_its_leaves_is_equal_bit_for_bit(capacity):
     rng = np.random.default_rng(capacity)
     tree = SumTree(capacity)
     for _ in range(50):
@@ -164,19 +164,19 @@ def test_leaves_are_a_copy():
     assert leaves.tolist() == [9.0, 9.0]
 
 
-# -- drawing -------------------------------------------------------------------------------------------------------
+# -- sampling ------------------------------------------------------------------------------------------------------
 
 
-def test_slots_are_drawn_as_often_as_their_weights_say():
-    """Draws of one, which are independent: Pearson's statistic against its quantile.
+def test_slots_are_sampled_in_proportion_to_their_weights():
+    """Batches of one, which are independent: Pearson's statistic against its quantile.
 
     34 slots have a weight, so 33 degrees of freedom: of the chi-square distribution a thousandth lies above 63.87,
     a thousandth below 13.43 (inverse of the incomplete gamma function): too even would be wrong as well.
     """
     weights = np.where(np.arange(100) % 3 == 0, 1.0 + np.arange(100) % 10, 0.0)
     tree, rng = tree_of(weights), np.random.default_rng(0)
-    drawn = np.concatenate([tree.sample(1, rng)[0] for _ in range(20_000)])
-    counts = np.bincount(drawn, minlength=100)
+    sampled = np.concatenate([tree.sample(1, rng)[0] for _ in range(20_000)])
+    counts = np.bincount(sampled, minlength=100)
     assert not counts[weights == 0].any()
     possible = weights > 0
     assert possible.sum() == 34
@@ -186,25 +186,25 @@ def test_slots_are_drawn_as_often_as_their_weights_say():
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
 @pytest.mark.parametrize("n", [1, 2, 3, 100, 512])
-def test_every_part_of_the_total_gives_one_draw(capacity, n):
+def test_every_stratum_gives_one_sample(capacity, n):
     weights = some_weights(capacity, seed=n)
     tree, rng = tree_of(weights), np.random.default_rng(0)
     part, ends = tree.total / n, np.cumsum(weights)
     for _ in range(10):
-        slots, drawn = tree.sample(n, rng)
-        assert slots.shape == drawn.shape == (n,)
+        slots, sampled = tree.sample(n, rng)
+        assert slots.shape == sampled.shape == (n,)
         assert slots.dtype == np.int64
-        assert (drawn == weights[slots]).all()
-        assert (drawn > 0).all()
-        # the interval of the i-th slot and the i-th part overlap
+        assert (sampled == weights[slots]).all()
+        assert (sampled > 0).all()
+        # the interval of the i-th slot and the i-th stratum overlap
         assert (ends[slots] > part * np.arange(n) - 1e-12).all()
-        assert (ends[slots] - drawn < part * (np.arange(n) + 1) + 1e-12).all()
-        # a slot gives what lies in it of whole parts, and at most one more at each border
+        assert (ends[slots] - sampled < part * (np.arange(n) + 1) + 1e-12).all()
+        # a slot is sampled once per stratum inside its interval, and at most once more at each boundary
         assert (abs(np.bincount(slots, minlength=capacity) - weights / part) < 2 + 1e-9).all()
 
 
-def test_a_point_can_lie_anywhere_in_its_part():
-    """Four parts of 250 equal slots each: the places within them are spread evenly."""
+def test_points_are_uniform_within_their_stratum():
+    """Four strata of 250 equal slots each: positions within them are uniform and independent."""
     tree, rng = tree_of(np.ones(1000)), np.random.default_rng(0)
     slots = np.stack([tree.sample(4, rng)[0] for _ in range(5000)])
     assert (slots // 250 == np.arange(4)).all()
@@ -217,7 +217,7 @@ def test_a_point_can_lie_anywhere_in_its_part():
 
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
-def test_with_one_weight_only_that_slot_is_drawn(capacity):
+def test_with_one_positive_weight_only_that_slot_is_sampled(capacity):
     for slot in {0, capacity // 2, capacity - 1}:
         for weight in (5e-324, 1e-300, 0.1, 1.0, 1e300):
             tree = SumTree(capacity)
@@ -230,18 +230,18 @@ def test_with_one_weight_only_that_slot_is_drawn(capacity):
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
 @pytest.mark.parametrize("rng", [LOWEST, HIGHEST], ids=["lowest", "highest"])
-def test_the_first_and_the_last_number_of_a_generator_find_slots_with_weight(capacity, rng):
+def test_extreme_random_numbers_find_slots_of_positive_weight(capacity, rng):
     for seed in range(20):
         weights = some_weights(capacity, seed, zeros=0.8)
-        slots, drawn = tree_of(weights).sample(512, rng)
-        assert (drawn > 0).all()
-        assert (drawn == weights[slots]).all()
+        slots, sampled = tree_of(weights).sample(512, rng)
+        assert (sampled > 0).all()
+        assert (sampled == weights[slots]).all()
         possible = np.flatnonzero(weights)
         assert slots[0] == possible[0] or rng is HIGHEST
         assert slots[-1] == possible[-1] or rng is LOWEST
 
 
-def test_draws_come_from_the_generator():
+def test_samples_depend_on_the_generator_alone():
     tree = tree_of(some_weights(1000))
     first, same, other = (tree.sample(64, np.random.default_rng(seed))[0].tolist() for seed in (0, 0, 1))
     assert first == same
@@ -249,7 +249,7 @@ def test_draws_come_from_the_generator():
 
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
-def test_of_nothing_nothing_is_found(capacity):
+def test_an_empty_batch_is_allowed(capacity):
     tree = tree_of(np.ones(capacity))
     empty = np.zeros(0, np.int64)
     assert tree.find(np.zeros(0)).tolist() == []
@@ -259,10 +259,10 @@ def test_of_nothing_nothing_is_found(capacity):
     assert tree.leaves().tolist() == [1.0] * capacity
 
 
-# -- edges ---------------------------------------------------------------------------------------------------------
+# -- edge cases----------------------------------------------------------------------------------------------------
 
 
-def test_a_border_belongs_to_the_slot_that_begins_there():
+def test_a_boundary_belongs_to_the_slot_that_begins_there():
     tree = tree_of([0.0, 1.0, 0.0, 0.0, 2.0, 0.0, 0.0, 0.0, 0.0, 4.0, 0.0])
     points = np.array([0.0, np.nextafter(1.0, 0), 1.0, np.nextafter(3.0, 0), 3.0, np.nextafter(7.0, 0), 7.0])
     before = points.copy()
@@ -271,7 +271,7 @@ def test_a_border_belongs_to_the_slot_that_begins_there():
 
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
-def test_points_outside_are_taken_for_the_nearest_inside(capacity):
+def test_points_outside_count_as_the_nearest_point_inside(capacity):
     weights = some_weights(capacity, zeros=0.8)
     tree, possible = tree_of(weights), np.flatnonzero(weights)
     low, high = possible[0], possible[-1]
@@ -280,7 +280,7 @@ def test_points_outside_are_taken_for_the_nearest_inside(capacity):
     assert weights[tree.find(np.array([np.nan]))[0]] > 0
 
 
-def test_a_weight_too_small_to_change_the_sum_is_in_nobodys_way():
+def test_a_weight_too_small_to_change_the_sum_is_harmless():
     for weights in ([1.0, 1e-30], [1e-30, 1.0], [1e16, 0.0, 1.0, 0.0], [1e-30] * FANOUT + [1.0] + [1e-30] * FANOUT):
         tree = tree_of(weights)
         tree.check_valid()
@@ -288,20 +288,20 @@ def test_a_weight_too_small_to_change_the_sum_is_in_nobodys_way():
         assert (tree.weights(tree.find(points)) > 0).all()
 
 
-def test_a_point_rounded_to_the_end_of_an_interval_stays_in_it():
+def test_a_point_rounded_to_the_end_of_its_interval_stays_in_it():
     """Two ties: 1.5 units + 5 is rounded to 2 units above 5, and one unit above 5, less 1.5 units, to 5."""
     unit = np.spacing(5.0)
     point = 5.0 + unit
     assert 1.5 * unit + 5.0 > point  # it lies in the second interval
-    assert point - 1.5 * unit == 5.0  # and seen from there, at the end
+    assert point - 1.5 * unit == 5.0  # relative to its start, at the end
     weights = np.zeros(1000)
-    for slot in (FANOUT, FANOUT**2, FANOUT**3):  # their paths part one level higher each time
+    for slot in (FANOUT, FANOUT**2, FANOUT**3):  # their paths separate one level higher each time
         weights[:] = 0.0
         weights[0], weights[slot] = 1.5 * unit, 5.0
         assert tree_of(weights).find(np.array([point])).tolist() == [slot]
 
 
-def test_the_largest_weights_add_up_to_a_finite_total():
+def test_the_largest_weights_have_a_finite_total():
     for capacity in CAPACITIES:
         largest = np.finfo(np.float64).max / 2 / capacity
         tree = tree_of(np.full(capacity, largest))
@@ -310,7 +310,7 @@ def test_the_largest_weights_add_up_to_a_finite_total():
         assert tree.find(np.array([0.0, tree.total])).tolist() == [0, capacity - 1]
 
 
-# -- what is refused -----------------------------------------------------------------------------------------------
+# -- invalid arguments ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -327,7 +327,7 @@ def test_the_largest_weights_add_up_to_a_finite_total():
     ],
 )
 @pytest.mark.parametrize("place", [0, 5, 9])
-def test_a_refused_weight_leaves_the_tree_as_it_was(slot, weight, sentence, place):
+def test_an_invalid_weight_leaves_the_tree_unchanged(slot, weight, sentence, place):
     tree = tree_of(some_weights(1000))
     before = tree._nodes.tobytes()
     slots, weights = np.arange(100, 110), np.full(10, 7.0)
@@ -338,7 +338,7 @@ def test_a_refused_weight_leaves_the_tree_as_it_was(slot, weight, sentence, plac
     tree.check_valid()
 
 
-def test_as_many_weights_as_slots():
+def test_slots_and_weights_must_have_one_length():
     tree = tree_of([1.0, 2.0])
     with pytest.raises(ValueError, match="2 slots cannot have 1 weights"):
         tree.set(np.array([0, 1]), np.array([3.0]))
@@ -348,13 +348,13 @@ def test_as_many_weights_as_slots():
 
 
 @pytest.mark.parametrize("slot", [-1, 9])
-def test_slots_that_are_not_there_have_no_weight(slot):
+def test_weights_of_missing_slots_are_refused(slot):
     with pytest.raises(ValueError, match="slots are 0 to 8"):
         SumTree(9).weights(np.array([0, slot]))
 
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
-def test_from_an_empty_tree_nothing_can_be_drawn(capacity):
+def test_an_empty_tree_cannot_be_sampled(capacity):
     tree = SumTree(capacity)
     for _ in range(2):
         with pytest.raises(ValueError, match="all weights are 0"):
@@ -365,15 +365,15 @@ def test_from_an_empty_tree_nothing_can_be_drawn(capacity):
         tree.set(np.array([0]), np.array([0.0]))
 
 
-def test_a_tree_has_a_slot():
+def test_a_tree_has_at_least_one_slot():
     with pytest.raises(ValueError, match="capacity=0 must be at least 1"):
         SumTree(0)
 
 
 @pytest.mark.parametrize("number", [np.nan, -1.0, 0.125, np.inf])
 @pytest.mark.parametrize("capacity", [63, 65])
-def test_a_tree_with_a_wrong_number_in_it_is_not_valid(capacity, number):
-    """Every node in turn: sums, leaves, and the room that no slot uses."""
+def test_a_tree_with_a_wrong_number_is_invalid(capacity, number):
+    """Every node in turn: sums, leaves and unused nodes."""
     for node in range(len(SumTree(capacity)._nodes)):
         tree = tree_of(np.ones(capacity))
         tree._nodes[node] = number
@@ -381,11 +381,11 @@ def test_a_tree_with_a_wrong_number_in_it_is_not_valid(capacity, number):
             tree.check_valid()
 
 
-def test_right_sums_of_wrong_weights_are_not_valid():
+def test_consistent_sums_of_invalid_weights_are_invalid():
     negative, unused, childless = tree_of(np.ones(5)), tree_of(np.ones(64)), tree_of(np.ones(65))
     negative._nodes[2] = -1.0
     unused.capacity = 63
-    childless._nodes[[7, FANOUT * (7 + 1)]] = 1.0  # a grandchild of the root, far behind those with leaves
+    childless._nodes[[7, FANOUT * (7 + 1)]] = 1.0  # a grandchild of the root, after all nodes with leaves
     for tree in (negative, unused, childless):
         with pytest.raises(AssertionError):
             tree.check_valid()

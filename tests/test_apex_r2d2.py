@@ -1,4 +1,4 @@
-"""Ape-X and R2D2: what the actor judges is what the learner would, and both are what plain loops say."""
+"""Ape-X and R2D2: the actor's initial priorities are those of the learner, and both equal plain loops."""
 
 import copy
 import math
@@ -35,18 +35,18 @@ B = 5  # environments
 SMALL: dict[str, Any] = {"head": (7,), "batch_size": 16, "updates_per_step": 1.0, "capacity": 150 * B, "warmup": 500}
 APEX: dict[str, Any] = SMALL | {"unroll": 10}
 R2D2: dict[str, Any] = SMALL | {"unroll": 5, "sequence_length": 15, "burn_in": 5, "stored_state": True}
-PICTURE = Spec("picture", (1, 6, 5), torch.uint8, 4)
+IMAGE_SPEC = Spec("image", (1, 6, 5), torch.uint8, 4)
 ATARI = Spec("Any", (1, 84, 84), torch.uint8, 18)
 
 
 double = pytest.mark.usefixtures("_double")
 
 
-# -- first priorities -------------------------------------------------------------------------------------------------
+# -- initial priorities ----------------------------------------------------------------------------------------------
 
 
 class RichEnv(CatchEnv):
-    """Catch that earns on the way, more than 1 at the end, and in one column runs out of time."""
+    """Catch with rewards at every step, rewards beyond 1 at the end, and a time limit in one column."""
 
     def _step(self, action):
         reward, landed, _ = super()._step(action)
@@ -61,24 +61,24 @@ class Rich:
 
 
 @cache
-def program(player: str) -> tuple[QAgent, list[Trajectory]]:
-    """What one actor has played, and its weights: neither depends on what is learnt from it."""
-    cls, settings, env, core, net = PLAYERS[player]
+def program(actor_name: str) -> tuple[QAgent, list[Trajectory]]:
+    """An agent and the trajectories of its actor, which do not depend on the learner."""
+    cls, settings, env, core, net = ACTORS[actor_name]
     algo, env_batch = configure(cls, **settings), env.make(B, 3, 0, 1)
     torch.manual_seed(0)
     agent = algo.agent(env_batch.spec, net, core)
     with torch.no_grad():
         for p in agent.parameters():
-            p.mul_(3)  # larger preferences than at the start
+            p.mul_(3)  # larger differences between Q-values than at initialisation
     actor = Actor(env_batch, copy.deepcopy(agent), algo.explorer(B), algo.unroll, 5, torch.device("cpu"))
     return agent, [actor.unroll()[0] for _ in range(200 // algo.unroll)]
 
 
-def played(player: str, **changes: Any) -> tuple[R2d2Learner, PrioritizedReplay]:
-    """A learner that has not learnt yet, and what an actor with its weights has played; the ring has turned."""
-    cls, settings, *_ = PLAYERS[player]
+def learner_and_replay(actor_name: str, **changes: Any) -> tuple[R2d2Learner, PrioritizedReplay]:
+    """A learner before its first update, and the wrapped-around replay of an actor with its weights."""
+    cls, settings, *_ = ACTORS[actor_name]
     algo: Apex | R2d2 = configure(cls, **(settings | changes))
-    agent, trajectories = program(player)
+    agent, trajectories = program(actor_name)
     replay = algo.replay_builder(B).build(0, agent.spec, agent.initial_state(1))
     for trajectory in trajectories:
         replay.add(trajectory)
@@ -87,7 +87,7 @@ def played(player: str, **changes: Any) -> tuple[R2d2Learner, PrioritizedReplay]
 
 
 def batch_of(replay: PrioritizedReplay) -> tuple[Batch, Tensor]:
-    """And the priorities it was drawn by."""
+    """A batch and the priorities by which it was sampled."""
     batch = replay.sample()
     assert batch is not None and batch.keys is not None
     slots = replay._slots(*np.divmod(batch.keys.numpy(), B))
@@ -96,14 +96,14 @@ def batch_of(replay: PrioritizedReplay) -> tuple[Batch, Tensor]:
 
 DELTA = DeltaNet(width=8, heads=2, layers=1, feedforward=8)
 GPT = Gpt(width=8, heads=2, layers=1, window=9)
-PLAYERS: dict[str, tuple[type, dict[str, Any], Any, Any, Net]] = {
+ACTORS: dict[str, tuple[type, dict[str, Any], Any, Any, Net]] = {
     "apex": (Apex, APEX, Catch(), Ff(), Net()),
-    "apex, frames": (Apex, APEX, Rich(), Ff(), Net(frame_stack=4)),
+    "apex, frame stack": (Apex, APEX, Rich(), Ff(), Net(frame_stack=4)),
     "r2d2, lstm": (R2d2, R2D2, Recall(4), Lstm(hidden=6), Net()),
     "r2d2, delta-net": (R2d2, R2D2, Recall(4), DELTA, Net()),
     "r2d2, gpt": (R2d2, R2D2, Recall(12), GPT, Net()),
-    "r2d2, lstm and frames": (R2d2, R2D2, Rich(), Lstm(hidden=6), Net(frame_stack=3)),
-    "r2d2, frames alone": (R2d2, R2D2, Rich(), Ff(), Net(frame_stack=3)),
+    "r2d2, lstm and frame stack": (R2d2, R2D2, Rich(), Lstm(hidden=6), Net(frame_stack=3)),
+    "r2d2, frame stack alone": (R2d2, R2D2, Rich(), Ff(), Net(frame_stack=3)),
 }
 RULES: dict[str, dict[str, Any]] = {
     "plain": {"value_rescale_eps": None, "reward_clip": "none"},
@@ -115,47 +115,49 @@ RULES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("n_step", [1, 3, 5])
-@pytest.mark.parametrize("player", PLAYERS)
-def test_the_actors_priorities_are_the_learners_while_their_weights_are_the_same(player, n_step, rule):
-    learner, replay = played(player, **rule, n_step=n_step)
+@pytest.mark.parametrize("actor_name", ACTORS)
+def test_actor_and_learner_agree_on_priorities_with_equal_weights(actor_name, n_step, rule):
+    learner, replay = learner_and_replay(actor_name, **rule, n_step=n_step)
     seen = []
     for _ in range(2):
-        batch, first = batch_of(replay)
+        batch, initial = batch_of(replay)
         _, metrics, priorities = learner.loss(batch)
-        torch.testing.assert_close(first, priorities.double(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(initial, priorities.double(), rtol=1e-4, atol=1e-4)
         assert metrics["q_discrepancy"] < 1e-4
-        if "lstm" in player or "delta" in player:
+        if "lstm" in actor_name or "delta" in actor_name:
             assert metrics["state_discrepancy"] < 1e-4
         seen += priorities.tolist()
     assert max(seen) > 0.1
     assert len({round(p, 4) for p in seen}) > 8
 
 
-def test_the_rules_make_a_difference_to_what_is_judged():
-    """A comparison of two things that ignore a setting shows nothing."""
-    told = set()
+def test_the_rules_change_the_priorities():
+    """Otherwise the comparison could not fail."""
+    totals = set()
     for rule in RULES.values():
         for n_step in (1, 3, 5):
-            told.add(round(played("apex, frames", **rule, n_step=n_step)[1].tree.total, 3))
-    assert len(told) == 12
+            totals.add(round(learner_and_replay("apex, frame stack", **rule, n_step=n_step)[1].tree.total, 3))
+    assert len(totals) == 12
 
 
-@pytest.mark.parametrize("player", ["apex", "r2d2, lstm", "r2d2, delta-net"])
-def test_learning_drives_values_and_memory_away_from_those_that_acted(player):
-    learner, replay = played(player, optimizer=Adam(lr=1e-2))
-    apart = []
+@pytest.mark.parametrize("actor_name", ["apex", "r2d2, lstm", "r2d2, delta-net"])
+def test_discrepancies_grow_with_learning(actor_name):
+    learner, replay = learner_and_replay(actor_name, optimizer=Adam(lr=1e-2))
+    discrepancies = []
     for _ in range(4):
         batch, _ = batch_of(replay)
-        apart.append({k: v.item() for k, v in learner.update(batch).metrics.items() if k.endswith("_discrepancy")})
-    names = {"q_discrepancy"} if player == "apex" else {"q_discrepancy", "state_discrepancy"}
-    assert all(told.keys() == names for told in apart)
+        discrepancies.append(
+            {k: v.item() for k, v in learner.update(batch).metrics.items() if k.endswith("_discrepancy")}
+        )
+    names = {"q_discrepancy"} if actor_name == "apex" else {"q_discrepancy", "state_discrepancy"}
+    assert all(found.keys() == names for found in discrepancies)
     for name in names:
-        assert apart[0][name] < 1e-4
-        assert all(told[name] > 1e-3 for told in apart[1:])
+        assert discrepancies[0][name] < 1e-4
+        assert all(found[name] > 1e-3 for found in discrepancies[1:])
 
 
-def test_how_far_apart_values_and_memories_are_is_a_share_of_those_that_acted():
-    learner, replay = played("r2d2, lstm")
+def test_discrepancies_are_relative_to_the_actors_values():
+    learner, replay = learner_and_replay("r2d2, lstm")
     batch, _ = batch_of(replay)
     t = batch.trajectory
     q = t.aux["q"].clone()
@@ -170,11 +172,11 @@ def test_how_far_apart_values_and_memories_are_is_a_share_of_those_that_acted():
 # -- the loss, as the papers write it ---------------------------------------------------------------------------------
 
 
-def squeezed(x: float, eps: float | None) -> float:
+def h(x: float, eps: float | None) -> float:
     return x if eps is None else math.copysign(math.sqrt(abs(x) + 1) - 1, x) + eps * x
 
 
-def unsqueezed(z: float, eps: float | None) -> float:
+def h_inverse(z: float, eps: float | None) -> float:
     if eps is None:
         return z
     root = math.sqrt(1 + 4 * eps * (abs(z) + 1 + eps))
@@ -182,7 +184,7 @@ def unsqueezed(z: float, eps: float | None) -> float:
 
 
 def values(agent: QAgent, h: Tensor, legal: tuple[bool, ...]) -> list[Tensor]:
-    """Q of each action; of one that does nothing, nothing."""
+    """The Q-value of each action; -inf for illegal actions."""
     if isinstance(agent.head, Dueling):
         v, a = sequential(agent.head.value, h)[0], sequential(agent.head.advantage, h)
         mean = sum(a[i] for i in range(len(legal)) if legal[i]) / sum(legal)
@@ -210,19 +212,18 @@ def plain(learner: R2d2Learner, batch: Batch) -> tuple[Tensor, list[float]]:
         errors = []
         for start in range(cfg.replay.trained_length(cfg.burn_in)):
             if is_first[start + 1]:
-                continue  # no move leads from one episode into the next
-            total, discount, row = 0.0, 1.0, start
+                continue  # there is no transition between two episodes
+            total, discount, step = 0.0, 1.0, start
             for _ in range(cfg.n_step):
-                if is_first[row + 1]:
-                    break  # out of time: what lies beyond is worth what its last row is
-                row += 1
-                earned = max(-1.0, min(1.0, reward[row])) if cfg.reward_clip == "abs_one" else reward[row]
-                total += discount * earned
-                discount *= 0.0 if is_terminal[row] else cfg.discount
-            best = best_of(q[row] if cfg.double else beyond[row])
-            y = squeezed(
-                total + discount * unsqueezed(beyond[row][best].item(), cfg.value_rescale_eps), cfg.value_rescale_eps
-            )
+                if is_first[step + 1]:
+                    break  # truncated: bootstrap from the last observation
+                step += 1
+                clipped = max(-1.0, min(1.0, reward[step])) if cfg.reward_clip == "abs_one" else reward[step]
+                total += discount * clipped
+                discount *= 0.0 if is_terminal[step] else cfg.discount
+            best = best_of(q[step] if cfg.double else beyond[step])
+            value = h_inverse(beyond[step][best].item(), cfg.value_rescale_eps)
+            y = h(total + discount * value, cfg.value_rescale_eps)
             error = q[start][action[start]] - y
             errors.append(abs(error.item()))
             small = not cfg.huber or errors[-1] < 1
@@ -233,7 +234,7 @@ def plain(learner: R2d2Learner, batch: Batch) -> tuple[Tensor, list[float]]:
 
 
 def learner_of(cfg: Apex | R2d2, spec: Spec = SPEC, net: Net = NET, core: Any = CORE) -> R2d2Learner:
-    """Weights, and other ones in the target, both far from where they start."""
+    """A learner with random weights, and others in the target network."""
     learner = cfg.learner(cfg.agent(spec, net, core), 1000)
     shaken(learner.agent)
     shaken(learner.target.module, 2)
@@ -241,7 +242,7 @@ def learner_of(cfg: Apex | R2d2, spec: Spec = SPEC, net: Net = NET, core: Any = 
 
 
 def batch_for(cfg: Apex | R2d2, spec: Spec = SPEC, seed: int = 0, state: bool = False) -> Batch:
-    """Borders, ends and lost lives anywhere; weights as a replay would give."""
+    """Episode boundaries, terminations and lost lives at random steps; random importance sampling weights."""
     t = windows(seed, T=cfg.burn_in + cfg.replay.trained_length(cfg.burn_in) + cfg.n_step, B=4, state=state)
     action = t.action if spec.legal is None else torch.where(torch.tensor(spec.legal)[t.action], t.action, 0)
     rng = torch.Generator().manual_seed(seed)
@@ -262,7 +263,7 @@ LOSSES: dict[str, Apex | R2d2] = {
     ),
     "r2d2, 3 steps": configure(R2d2, **TOY, burn_in=1, sequence_length=6, n_step=3, stored_state=True, eta=0.5),
     "r2d2, no burn-in": configure(R2d2, **TOY, burn_in=0, sequence_length=5, n_step=3, stored_state=True),
-    "r2d2, memory empty at first": configure(R2d2, **TOY, burn_in=3, sequence_length=8, n_step=3, stored_state=False),
+    "r2d2, initial state": configure(R2d2, **TOY, burn_in=3, sequence_length=8, n_step=3, stored_state=False),
 }
 CHANGES: dict[str, dict[str, Any]] = {
     "as it is": {},
@@ -272,21 +273,21 @@ CHANGES: dict[str, dict[str, Any]] = {
     "rescaled": {"value_rescale_eps": 1e-2},
     "clipped": {"reward_clip": "abs_one", "value_rescale_eps": None},
 }
-TOLD = [(name, "as it is") for name in LOSSES] + [(name, rule) for name in ("apex", "r2d2") for rule in CHANGES]
+COMBINATIONS = [(name, "as it is") for name in LOSSES] + [(name, rule) for name in ("apex", "r2d2") for rule in CHANGES]
 
 
 @double
 @pytest.mark.parametrize("spec", [SPEC, LEGAL], ids=["all actions", "some actions"])
-@pytest.mark.parametrize(("name", "rule"), list(dict.fromkeys(TOLD)))
-def test_loss_gradient_and_priorities_are_those_of_a_loop(name, rule, spec):
+@pytest.mark.parametrize(("name", "rule"), list(dict.fromkeys(COMBINATIONS)))
+def test_loss_gradient_and_priorities_equal_those_of_a_loop(name, rule, spec):
     cfg = configure(LOSSES[name], **CHANGES[rule])
     learner = learner_of(cfg, spec)
     for seed in range(2):
         batch = batch_for(cfg, spec, seed, state=bool(cfg.replay.stored_state))
         loss, metrics, priorities = learner.loss(batch)
-        expected, surprise = plain(learner, batch)
+        expected, expected_priorities = plain(learner, batch)
         assert loss.item() == metrics["loss"].item() == pytest.approx(expected.item(), rel=1e-10)
-        assert priorities.tolist() == pytest.approx(surprise, rel=1e-10)
+        assert priorities.tolist() == pytest.approx(expected_priorities, rel=1e-10)
         assert not priorities.requires_grad
         found = gradients(loss, learner.agent)
         assert_close(found, gradients(expected, learner.agent))
@@ -294,8 +295,8 @@ def test_loss_gradient_and_priorities_are_those_of_a_loop(name, rule, spec):
 
 
 @double
-def test_the_settings_of_the_cases_make_a_difference():
-    """An oracle that agrees with everything shows nothing."""
+def test_the_settings_of_the_cases_change_the_loss():
+    """Otherwise the comparison with the loop could not fail."""
     losses = []
     for rule in CHANGES.values():
         cfg = configure(LOSSES["r2d2"], **rule)
@@ -304,17 +305,17 @@ def test_the_settings_of_the_cases_make_a_difference():
         cfg = configure(LOSSES["r2d2"], **change)
         batch = batch_for(LOSSES["r2d2"], state=True)
         t = batch.trajectory
-        rows = (
+        count = (
             cfg.burn_in + cfg.replay.trained_length(cfg.burn_in) + cfg.n_step
-        )  # the same rows, but for those no longer needed
-        step, action, aux = tree.map(lambda x, n=rows: x[:n], (t.step, t.action, t.aux))
+        )  # the same steps without those no longer needed
+        step, action, aux = tree.map(lambda x, n=count: x[:n], (t.step, t.action, t.aux))
         losses.append(learner_of(cfg).loss(batch._replace(trajectory=Trajectory(step, action, aux, *t[3:])))[0].item())
-    losses.append(learner_of(LOSSES["r2d2"]).loss(batch_for(LOSSES["r2d2"]))[0].item())  # without its memory
+    losses.append(learner_of(LOSSES["r2d2"]).loss(batch_for(LOSSES["r2d2"]))[0].item())  # without stored state
     assert len({round(x, 8) for x in losses}) == len(losses)
 
 
 @double
-def test_an_item_counts_as_its_weight_says_and_a_move_as_much_in_any_company():
+def test_the_loss_is_the_weighted_mean_of_the_losses_of_items():
     cfg = LOSSES["r2d2"]
     learner, batch = learner_of(cfg), batch_for(cfg, state=True)
     assert batch.weight is not None
@@ -328,15 +329,15 @@ def test_an_item_counts_as_its_weight_says_and_a_move_as_much_in_any_company():
     assert learner.loss(batch)[0].item() == pytest.approx(expected.item(), rel=1e-12)
 
 
-# -- rows that nobody needs are not looked at -------------------------------------------------------------------------
+# -- steps that are not needed are not computed ------------------------------------------------------------------------
 
 
-def pictures(rows: int, seed: int, density: float = 0.25) -> Trajectory:
+def images(steps: int, seed: int, density: float = 0.25) -> Trajectory:
     rng = torch.Generator().manual_seed(seed)
-    shape = (rows, 4)
+    shape = (steps, 4)
     is_first = torch.rand(shape, generator=rng) < density
     step = TimeStep(
-        obs=torch.randint(256, (*shape, *PICTURE.obs_shape), generator=rng, dtype=torch.uint8),
+        obs=torch.randint(256, (*shape, *IMAGE_SPEC.obs_shape), generator=rng, dtype=torch.uint8),
         prev_action=torch.randint(4, shape, generator=rng),
         reward=torch.randn(shape, generator=rng),
         is_first=is_first,
@@ -349,19 +350,19 @@ def pictures(rows: int, seed: int, density: float = 0.25) -> Trajectory:
 @double
 @pytest.mark.parametrize("rule", [{}, {"double": False}, {"value_rescale_eps": 1e-2}], ids=str)
 @pytest.mark.parametrize(("length", "n_step"), [(1, 2), (1, 3), (1, 5), (2, 3), (3, 5)])
-@pytest.mark.parametrize("remembered", [False, True])
-def test_without_memory_a_few_rows_alone_tell_the_same_as_all(length, n_step, rule, remembered, monkeypatch):
+@pytest.mark.parametrize("with_state", [False, True])
+def test_without_memory_few_steps_give_the_same_targets_as_all(length, n_step, rule, with_state, monkeypatch):
     cfg = configure(Apex, head=(7,), burn_in=3, n_step=n_step, **rule)
-    learner = learner_of(cfg, PICTURE, Net(encoder=SmallCnn(hidden_size=6), frame_stack=4), Ff())
+    learner = learner_of(cfg, IMAGE_SPEC, Net(encoder=SmallCnn(hidden_size=6), frame_stack=4), Ff())
     seen: list[int] = []
     learner.agent.torso.encoder.register_forward_hook(lambda _, inputs, __: seen.append(len(inputs[0])))
     for seed in range(2):
-        t = pictures(3 + length + n_step, seed)
-        if remembered:
+        t = images(3 + length + n_step, seed)
+        if with_state:
             t = t._replace(state=(t.step.obs[[2, 0, 1], :].transpose(0, 1).contiguous(),))
         assert t.step.is_first[1:].any()
         fast = learner.td_targets(t, length)
-        assert seen == [4 * length, 4 * length]  # what is trained, and what it leads to
+        assert seen == [4 * length, 4 * length]  # trained steps and bootstrap steps
         with monkeypatch.context() as patch:
             patch.setattr(Torso, "memoryless", False)
             slow = learner.td_targets(t, length)
@@ -385,7 +386,7 @@ MEMORY = configure(R2d2, **TOY, burn_in=3, sequence_length=8, n_step=3, stored_s
 
 
 def memory_of(agent: QAgent) -> tuple[Tensor, ...]:
-    """After some other rows."""
+    """Recurrent state after some other steps."""
     step = windows(7, T=6, B=4).step
     no = torch.zeros_like(step.is_first)
     with torch.no_grad():
@@ -395,7 +396,7 @@ def memory_of(agent: QAgent) -> tuple[Tensor, ...]:
 @double
 @pytest.mark.parametrize("core", CORES.values(), ids=CORES)
 def test_no_gradient_flows_through_the_burn_in(core):
-    """The same as if memory had been brought up to date beforehand, by someone else."""
+    """The loss equals that from a recurrent state computed beforehand."""
     agent = MEMORY.agent(SPEC, NET, core)
     shaken(agent)
     with_burn_in = MEMORY.learner(agent, 1000)
@@ -412,7 +413,7 @@ def test_no_gradient_flows_through_the_burn_in(core):
         assert priorities.tolist() == pytest.approx(again.tolist(), rel=1e-10)
         found = gradients(loss, agent)
         assert_close(found, gradients(expected, agent))
-        with torch.enable_grad():  # it would be another one
+        with torch.enable_grad():  # the gradient through the burn-in would differ
             carried = agent.torso(past, t.state)[1]
         through = gradients(without.loss(batch._replace(trajectory=rest._replace(state=carried)))[0], agent)
         assert rest.step.is_first[0].all() or any(not torch.allclose(found[k], through[k]) for k in found)
@@ -420,7 +421,7 @@ def test_no_gradient_flows_through_the_burn_in(core):
 
 @double
 @pytest.mark.parametrize("core", [*CORES.values(), Ff()], ids=[*CORES, "ff"])
-def test_the_burn_in_is_remembered_but_not_taught(core):
+def test_the_burn_in_changes_values_but_gets_no_gradient(core):
     learner = learner_of(MEMORY, core=core)
     batch = batch_for(MEMORY)
     t = batch.trajectory._replace(state=memory_of(learner.agent))
@@ -429,29 +430,29 @@ def test_the_burn_in_is_remembered_but_not_taught(core):
     (slope,) = torch.autograd.grad(loss, step.obs)
     assert not slope[:3].any()
     assert slope[3:8].flatten(1).any(1).all()
-    told = learner.td_targets(t._replace(step=step), 5).value
-    for row in range(3):
+    value = learner.td_targets(t._replace(step=step), 5).value
+    for n in range(3):
         other = step.obs.detach().clone()
-        other[row] += 0.5
+        other[n] += 0.5
         changed = learner.td_targets(t._replace(step=step._replace(obs=other)), 5).value
-        assert torch.equal(told, changed) == (core == Ff())
+        assert torch.equal(value, changed) == (core == Ff())
 
 
 @double
 @pytest.mark.parametrize("burn_in", [1, 2])
 @pytest.mark.parametrize("core", CORES.values(), ids=CORES)
-def test_the_target_keeps_its_memory_apart_from_the_online_networks(core, burn_in):
-    """A core may write a single row into the memory it is given, where no gradient is recorded."""
+def test_target_and_online_network_have_separate_recurrent_state(core, burn_in):
+    """Without gradient, a core may write a single step into the recurrent state that it is given, in place."""
     cfg = configure(MEMORY, burn_in=burn_in, sequence_length=5 + burn_in)
     learner, batch = learner_of(cfg, core=core), batch_for(cfg)
     t = batch.trajectory._replace(state=memory_of(learner.agent))
     before = [leaf.clone() for leaf in t.state]
-    told = learner.td_targets(t, 5)
+    td = learner.td_targets(t, 5)
     assert all(torch.equal(a, b) for a, b in zip(before, t.state, strict=True))
     with torch.no_grad():
         q, _ = learner.agent(t.step, tuple(before))
     expected = q[burn_in : burn_in + 5].gather(-1, t.action[burn_in : burn_in + 5, :, None]).squeeze(-1)
-    torch.testing.assert_close(told.value, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(td.value, expected, rtol=1e-10, atol=1e-12)
 
 
 # -- values -----------------------------------------------------------------------------------------------------------
@@ -460,7 +461,7 @@ def test_the_target_keeps_its_memory_apart_from_the_online_networks(core, burn_i
 @double
 @pytest.mark.parametrize("hidden", [(), (6,), (6, 5)])
 @pytest.mark.parametrize("legal", [(True,) * 5, (False, True, True, False, True), (False, False, True, False, False)])
-def test_a_value_is_that_of_being_there_and_what_the_action_adds(hidden, legal):
+def test_dueling_heads(hidden, legal):
     head = Dueling(4, hidden, torch.tensor(legal), "torch")
     shaken(head)
     h = torch.randn(3, 2, 4)
@@ -473,8 +474,8 @@ def test_a_value_is_that_of_being_there_and_what_the_action_adds(hidden, legal):
 
 
 @pytest.mark.parametrize("dueling", [True, False])
-def test_actions_that_do_nothing_are_never_chosen(dueling):
-    """However highly their part of the network thinks of them."""
+def test_illegal_actions_are_never_taken(dueling):
+    """However large their network outputs are."""
     spec = Spec("some", (3,), torch.float32, 6, legal=(False, True, True, False, True, False))
     agent = configure(Apex, head=(), dueling=dueling).agent(spec, Net(), Ff())
     last: Any = agent.head.advantage[-1] if isinstance(agent.head, Dueling) else agent.head[-1]  # type: ignore[index]
@@ -496,8 +497,8 @@ def test_actions_that_do_nothing_are_never_chosen(dueling):
 @double
 @pytest.mark.parametrize("both", [True, False])
 @pytest.mark.parametrize("dueling", [True, False])
-def test_actions_that_do_nothing_are_never_the_best_next(dueling, both):
-    """What the network makes of them changes neither targets nor gradients of the rest."""
+def test_illegal_actions_are_never_the_next_action_of_a_target(dueling, both):
+    """Their network outputs change neither targets nor gradients."""
     cfg = configure(LOSSES["r2d2"], dueling=dueling, double=both)
     learner, batch = learner_of(cfg, LEGAL), batch_for(cfg, LEGAL, state=True)
     before = learner.td_targets(batch.trajectory, 5), learner.loss(batch)
@@ -519,7 +520,7 @@ def size(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def test_the_networks_are_as_large_as_those_of_rela():
+def test_the_networks_have_as_many_parameters_as_those_of_rela():
     net = Net(encoder=Shallow(hidden_size=512), frame_stack=4, prev_action=False, prev_reward=False)
     assert size(configure(Apex, head=()).agent(ATARI, net, Ff())) == 1_693_875
     plain = replace(net, encoder=Shallow(num_layers=0))
@@ -533,39 +534,39 @@ GOLDEN = np.load(Path(__file__).parent / "data" / "r2d2.npz")
 
 @pytest.mark.parametrize("cfg", [Apex(), R2d2()], ids=["apex", "r2d2"])
 @pytest.mark.parametrize("name", [k for k in GOLDEN.files if k.startswith("ladder/")])
-def test_every_environment_has_its_rung_and_the_first_is_the_boldest(cfg, name):
+def test_every_environment_has_its_epsilon_and_the_first_the_largest(cfg, name):
     wanted = torch.from_numpy(GOLDEN[name]).float()
     n = len(wanted)
     none = torch.zeros(n, dtype=torch.bool)
-    told = cfg.explorer(n)(TimeStep(torch.zeros(n, 3), torch.zeros(n), torch.zeros(n), none, none))
-    torch.testing.assert_close(told, wanted, rtol=1e-6, atol=0)
-    assert told[0].item() == pytest.approx(0.4)
-    assert (told.diff() < 0).all()
+    epsilons = cfg.explorer(n)(TimeStep(torch.zeros(n, 3), torch.zeros(n), torch.zeros(n), none, none))
+    torch.testing.assert_close(epsilons, wanted, rtol=1e-6, atol=0)
+    assert epsilons[0].item() == pytest.approx(0.4)
+    assert (epsilons.diff() < 0).all()
 
 
-def test_rungs_are_set_by_two_numbers():
+def test_the_epsilon_schedule_has_two_settings():
     none = torch.zeros(3, dtype=torch.bool)
-    row = TimeStep(torch.zeros(3, 3), torch.zeros(3), torch.zeros(3), none, none)
-    told = configure(Apex, epsilon_base=0.5, epsilon_alpha=2.0).explorer(3)(row)
-    assert told.tolist() == pytest.approx([0.5, 0.25, 0.125])
+    step = TimeStep(torch.zeros(3, 3), torch.zeros(3), torch.zeros(3), none, none)
+    epsilons = configure(Apex, epsilon_base=0.5, epsilon_alpha=2.0).explorer(3)(step)
+    assert epsilons.tolist() == pytest.approx([0.5, 0.25, 0.125])
 
 
-@pytest.mark.parametrize("player", ["apex", "r2d2, lstm"])
-def test_weights_bring_no_exploration_of_their_own(player):
-    """Each environment has its rung; an epsilon that travelled with the weights would cover the lower ones."""
-    learner, replay = played(player)
+@pytest.mark.parametrize("actor_name", ["apex", "r2d2, lstm"])
+def test_no_epsilon_travels_with_the_weights(actor_name):
+    """An epsilon that travelled with the weights would be a lower bound for all environments."""
+    learner, replay = learner_and_replay(actor_name)
     assert learner.agent.epsilon.item() == 0.0
     for _ in range(3):
         update = learner.update(batch_of(replay)[0])
         assert learner.agent.epsilon.item() == update.metrics["epsilon"].item() == 0.0
 
 
-# -- priorities go back -----------------------------------------------------------------------------------------------
+# -- new priorities --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("player", ["apex", "r2d2, lstm"])
-def test_an_update_returns_the_priorities_of_before_it(player):
-    learner, replay = played(player, optimizer=Adam(lr=1e-2))
+@pytest.mark.parametrize("actor_name", ["apex", "r2d2, lstm"])
+def test_an_update_returns_the_priorities_from_before_the_step(actor_name):
+    learner, replay = learner_and_replay(actor_name, optimizer=Adam(lr=1e-2))
     for _ in range(3):
         batch, _ = batch_of(replay)
         _, _, expected = learner.loss(batch)
@@ -574,11 +575,11 @@ def test_an_update_returns_the_priorities_of_before_it(player):
         assert torch.equal(update.priorities, expected)
         replay.update_priorities(batch.keys, update.priorities)
         slots = replay._slots(*np.divmod(batch.keys.numpy(), B))
-        told = torch.from_numpy(replay.tree.weights(slots)) ** (1 / replay.cfg.priority_exponent)
-        torch.testing.assert_close(told, expected.double().clamp(min=1e-6), rtol=1e-5, atol=0)
+        stored = torch.from_numpy(replay.tree.weights(slots)) ** (1 / replay.cfg.priority_exponent)
+        torch.testing.assert_close(stored, expected.double().clamp(min=1e-6), rtol=1e-5, atol=0)
 
 
-# -- what cannot be ---------------------------------------------------------------------------------------------------
+# -- invalid settings -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -613,13 +614,13 @@ def test_an_update_returns_the_priorities_of_before_it(player):
         (R2d2, {"value_rescale_eps": 0.0}, r"algo\.value-rescale-eps=0\.0 must be positive, or None"),
     ],
 )
-def test_numbers_that_cannot_work_are_refused_in_a_sentence(cls, settings, sentence):
+def test_invalid_settings_are_refused_in_one_sentence(cls, settings, sentence):
     with pytest.raises(UserError, match=sentence) as refused:
         configure(cls, **settings)
     assert "\n" not in str(refused.value)
 
 
-def test_what_is_next_to_the_refused_is_not():
+def test_settings_next_to_the_invalid_ones_are_valid():
     configure(R2d2, sequence_length=45, stride=40)
     configure(R2d2, stride=60, stored_state=False)
     configure(R2d2, sequence_length=100, unroll=20)
@@ -635,22 +636,22 @@ def test_what_is_next_to_the_refused_is_not():
 def test_a_burn_in_that_does_not_fill_the_frame_stack_is_refused(cfg):
     net = Net(encoder=SmallCnn(hidden_size=6), frame_stack=4)
     with pytest.raises(UserError, match=r"algo\.burn-in=2 steps do not fill net\.frame-stack=4: raise it to 3"):
-        cfg.agent(PICTURE, net, Ff())
-    cfg.agent(PICTURE, replace(net, frame_stack=3), Ff())
-    configure(cfg, burn_in=3, **({} if isinstance(cfg, Apex) else {"sequence_length": 83})).agent(PICTURE, net, Ff())
+        cfg.agent(IMAGE_SPEC, net, Ff())
+    cfg.agent(IMAGE_SPEC, replace(net, frame_stack=3), Ff())
+    configure(cfg, burn_in=3, **({} if isinstance(cfg, Apex) else {"sequence_length": 83})).agent(IMAGE_SPEC, net, Ff())
 
 
-def test_with_the_memory_of_the_actor_no_row_is_needed_to_fill_the_frame_stack():
+def test_with_stored_state_no_burn_in_is_needed_for_the_frame_stack():
     net = Net(encoder=SmallCnn(hidden_size=6), frame_stack=4)
-    configure(R2d2, burn_in=0, sequence_length=40, stored_state=True).agent(PICTURE, net, Ff())
+    configure(R2d2, burn_in=0, sequence_length=40, stored_state=True).agent(IMAGE_SPEC, net, Ff())
 
 
-# -- where memory is stored -------------------------------------------------------------------------------------------
+# -- stored state -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def _unlimited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine of which nobody knows how much memory it has."""
+    """A machine whose free memory is unknown."""
     monkeypatch.setattr("bestiary.config.machine.free_memory", lambda: None)
 
 
@@ -666,9 +667,9 @@ unlimited = pytest.mark.usefixtures("_unlimited")
         (Gpt(width=64, window=128), 100_000, True),
         (Ff(), 1_000_000, True),
     ],
-    ids=["lstm", "gpt", "gpt, few rows", "ff"],
+    ids=["lstm", "gpt", "gpt, few steps", "ff"],
 )
-def test_memory_is_stored_unless_it_takes_much_room(core, capacity, stored):
+def test_the_state_is_stored_unless_it_takes_much_memory(core, capacity, stored):
     spec = Spec("small", (3,), torch.float32, 4)
     for asked in (None, True, False):
         cfg = configure(R2d2, stored_state=asked, capacity=capacity)
@@ -679,16 +680,16 @@ def test_memory_is_stored_unless_it_takes_much_room(core, capacity, stored):
 
 
 @unlimited
-def test_memory_may_take_as_much_room_as_rows_or_a_gibibyte():
+def test_the_state_may_take_as_much_memory_as_steps_or_a_gibibyte():
     spec = Spec("small", (10,), torch.float32, 4)
-    row = 10 * 4 + 4 * 4 + 8 + 8 + 8 + 4 + 1 + 1  # seen, values, two actions, version, reward, flags
-    for capacity, most in ((20_000_000, 40 * row), (40 * 2**10, 2**20)):
+    step_bytes = 10 * 4 + 4 * 4 + 8 + 8 + 8 + 4 + 1 + 1  # observation, Q-values, two actions, version, reward, flags
+    for capacity, most in ((20_000_000, 40 * step_bytes), (40 * 2**10, 2**20)):
         for extra, stored in ((0, True), (1, False)):
             state = (torch.zeros(1, most + extra, dtype=torch.uint8),)
             assert configure(R2d2, capacity=capacity).replay_builder(4).build(0, spec, state).cfg.stored_state is stored
 
 
-def test_the_replay_is_built_from_the_numbers_of_the_algorithm():
+def test_the_replay_is_built_from_the_settings_of_the_algorithm():
     cfg = configure(
         R2d2,
         batch_size=5,
@@ -705,5 +706,5 @@ def test_the_replay_is_built_from_the_numbers_of_the_algorithm():
     assert built.cfg == cfg.replay
     assert (built.streams, built.unroll, built.burn_in, built.n_step) == (3, 40, 30, 4)
     assert (built.length, built.stride, built.item_steps) == (40, 40, 74)
-    moves = configure(Apex, burn_in=2, n_step=4).replay_builder(3)
-    assert (moves.burn_in, moves.length, moves.n_step, moves.stride, moves.item_steps) == (2, 1, 4, 1, 7)
+    apex = configure(Apex, burn_in=2, n_step=4).replay_builder(3)
+    assert (apex.burn_in, apex.length, apex.n_step, apex.stride, apex.item_steps) == (2, 1, 4, 1, 7)

@@ -1,4 +1,4 @@
-"""DQN and SAC-Discrete against plain loops over time and batch, and as whole runs that learn, stop and go on."""
+"""DQN and SAC-Discrete against plain loops over time and batch, and as whole runs that are stopped and resumed."""
 
 import copy
 import math
@@ -52,7 +52,7 @@ SMALL: dict[str, Any] = {"batch_size": 3, "head": (7,), "discount": 0.9, "capaci
 double = pytest.mark.usefixtures("_double")
 
 
-# -- experience, and the networks as one would write them down ------------------------------------------------------
+# -- DQN -------------------------------------------------------------------------------------------------------------
 
 
 def plain_dqn(cfg: Dqn, agent: QAgent, target: QAgent, t: Trajectory, gamma: float) -> Tensor:
@@ -61,11 +61,11 @@ def plain_dqn(cfg: Dqn, agent: QAgent, target: QAgent, t: Trajectory, gamma: flo
         q = [sequential(agent.head, h) for h in after_burn_in(agent.torso, t, cfg.burn_in, b)]
         with torch.no_grad():
             slow = [sequential(target.head, h) for h in after_burn_in(target.torso, t, cfg.burn_in, b)]
-        row: Any = [[x[n, b].item() for n in range(cfg.burn_in, len(t.action))] for x in (*t.step[2:], t.action)]
-        reward, is_first, is_terminal, action = row
+        columns: Any = [[x[n, b].item() for n in range(cfg.burn_in, len(t.action))] for x in (*t.step[2:], t.action)]
+        reward, is_first, is_terminal, action = columns
 
         def y(n: int) -> float:
-            """Of the move that leads from row n to row n+1."""
+            """The target of the transition from step n to step n+1."""
             if is_terminal[n + 1]:  # noqa: B023
                 return reward[n + 1]  # noqa: B023
             best = int(q[n + 1].argmax())  # noqa: B023
@@ -99,10 +99,10 @@ def dqn_learner(**settings: Any) -> DqnLearner:
 
 
 CASES: dict[str, tuple[Callable[[int], Trajectory], dict[str, Any]]] = {
-    "windows": (windows, {"sequence_length": 8}),
+    "sequences": (windows, {"sequence_length": 8}),
     "episodes": (episodes, {}),
     "burn-in": (windows, {"sequence_length": 8, "burn_in": 3}),
-    "burn-in of one row": (windows, {"sequence_length": 8, "burn_in": 1}),
+    "burn-in of one step": (windows, {"sequence_length": 8, "burn_in": 1}),
     "stored state": (lambda seed: windows(seed, state=True), {"sequence_length": 8, "stored_state": True}),
     "stored state and burn-in": (
         lambda seed: windows(seed, state=True),
@@ -117,7 +117,7 @@ CASES: dict[str, tuple[Callable[[int], Trajectory], dict[str, Any]]] = {
     "rule", [{"double": True}, {"double": False}, {"huber": True}, {"td_weight_exponent": 1.5}], ids=str
 )
 @pytest.mark.parametrize("case", CASES)
-def test_the_loss_of_dqn_and_its_gradient_are_those_of_a_loop(case, rule, trace_decay):
+def test_loss_and_gradient_of_dqn_equal_those_of_a_loop(case, rule, trace_decay):
     make, settings = CASES[case]
     learner = dqn_learner(**settings, **rule, trace_decay=trace_decay)
     target = learner.target.module
@@ -134,8 +134,8 @@ def test_the_loss_of_dqn_and_its_gradient_are_those_of_a_loop(case, rule, trace_
 
 
 @double
-def test_the_numbers_of_the_cases_make_a_difference():
-    """An oracle that agrees with everything shows nothing."""
+def test_the_settings_of_the_cases_change_the_loss():
+    """Otherwise the comparison with the loop could not fail."""
     losses = [
         loss_of(dqn_learner(**settings), windows(state=True))[0].item()
         for settings in (
@@ -166,7 +166,7 @@ def test_padding_changes_neither_loss_nor_gradient():
 
 
 @double
-def test_a_batch_without_a_move_teaches_nothing():
+def test_a_batch_without_valid_transitions_has_no_gradient():
     t = windows()
     padding = t._replace(step=t.step._replace(is_first=torch.ones_like(t.step.is_first)))
     for learner in (
@@ -180,7 +180,7 @@ def test_a_batch_without_a_move_teaches_nothing():
         assert all(not g.any() for g in gradients(loss, learner.agent).values())
 
 
-# -- targets --------------------------------------------------------------------------------------------------------
+# -- target networks ------------------------------------------------------------------------------------------------
 
 
 def make_learner(cfg: Dqn | SacDiscrete, net: Net = NET, core: Any = CORE, total_steps: int = 4000) -> Any:
@@ -189,7 +189,7 @@ def make_learner(cfg: Dqn | SacDiscrete, net: Net = NET, core: Any = CORE, total
 
 
 def pairs(learner: Any) -> list[tuple[nn.Module, nn.Module]]:
-    """What follows, and what it follows."""
+    """(target network, online network) of a learner."""
     if isinstance(learner, DqnLearner):
         return [(learner.target.module, learner.agent)]
     found: list[tuple[nn.Module, nn.Module]] = [(learner.target.module, learner.critics)]
@@ -206,7 +206,7 @@ TARGETS = {
 
 @double
 @pytest.mark.parametrize("cfg", TARGETS.values(), ids=TARGETS)
-def test_the_target_follows_a_little_after_every_update(cfg):
+def test_polyak_averaging_after_every_update(cfg):
     learner = make_learner(replace(cfg, tau=0.1))
     for k in range(4):
         before = [copy.deepcopy(mine.state_dict()) for mine, _ in pairs(learner)]
@@ -219,7 +219,7 @@ def test_the_target_follows_a_little_after_every_update(cfg):
 
 @double
 @pytest.mark.parametrize("cfg", TARGETS.values(), ids=TARGETS)
-def test_the_target_is_copied_after_every_period_and_rests_between(cfg):
+def test_the_target_network_is_copied_once_per_period(cfg):
     learner = make_learner(replace(cfg, tau=None, target_update_period=3))
     for k in range(1, 8):
         before = [copy.deepcopy(list(mine.parameters())) for mine, _ in pairs(learner)]
@@ -231,7 +231,7 @@ def test_the_target_is_copied_after_every_period_and_rests_between(cfg):
 
 @double
 @pytest.mark.parametrize("cfg", TARGETS.values(), ids=TARGETS)
-def test_no_gradient_reaches_a_target(cfg):
+def test_no_gradient_reaches_a_target_network(cfg):
     learner = make_learner(cfg)
     loss, _ = loss_of(learner, windows())
     for mine, theirs in pairs(learner):
@@ -261,7 +261,7 @@ def count_calls(modules: dict[str, nn.Module]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("rule", [{}, {"double": False}, {"trace_decay": 0.8, "huber": True}], ids=str)
-def test_dqn_asks_each_of_its_networks_once_per_update(rule):
+def test_dqn_evaluates_each_network_once_per_update(rule):
     learner = make_learner(configure(Dqn, **SMALL, epsilon_last=0.1, **rule))
     target = learner.target.module
     calls = count_calls(
@@ -275,7 +275,7 @@ def test_dqn_asks_each_of_its_networks_once_per_update(rule):
 @double
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("slow", [True, False])
-def test_sac_asks_each_of_its_networks_once_per_update(shared, slow):
+def test_sac_evaluates_each_network_once_per_update(shared, slow):
     learner = make_learner(configure(SacDiscrete, **SMALL, shared_encoder=shared, target_encoder=slow))
     modules = {"policy": learner.agent.policy, "critics": learner.critics, "slow critics": learner.target.module}
     modules |= {"torso": learner.torso, "own torso": learner.agent.torso}
@@ -293,17 +293,17 @@ DROPOUT = Gpt(width=8, heads=2, layers=1, feedforward=8, window=9, dropout=0.5)
 
 @double
 @pytest.mark.parametrize("cfg", [TARGETS["dqn"], TARGETS["sac-encoder"]], ids=["dqn", "sac"])
-def test_targets_see_without_dropout_and_learning_with_it(cfg):
+def test_dropout_is_active_in_the_online_network_only(cfg):
     learner = make_learner(cfg, core=DROPOUT)
     assert all(not m.training for mine, _ in pairs(learner) for m in mine.modules())
     assert learner.agent.training
     slow, fast = pairs(learner)[-1]
-    t, told = windows(), []
+    t, outputs = windows(), []
     for module in (slow, slow, fast, fast):
         torso: Any = module.torso if isinstance(module, QAgent) else module
-        told.append(torso(t.step, torso.initial_state(3))[0])
-    assert torch.equal(told[0], told[1])
-    assert not torch.equal(told[2], told[3])
+        outputs.append(torso(t.step, torso.initial_state(3))[0])
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[2], outputs[3])
     assert loss_of(learner, t)[0].item() != loss_of(learner, t)[0].item()
     learner.update(Batch(t))
     assert all(not m.training for mine, _ in pairs(learner) for m in mine.modules())
@@ -352,7 +352,7 @@ def plain_sac(learner: SacLearner, t: Trajectory, alpha: float) -> tuple[Tensor,
             policy.append((pi * (alpha * pi.log() - judge)).sum())
             entropy.append(-(pi * pi.log()).sum().item())
     losses = []
-    for errors in torch.stack(critic).T:  # each critic has surprises of its own
+    for errors in torch.stack(critic).T:  # each critic has its own TD errors
         weights = [abs(e.item()) ** cfg.td_weight_exponent for e in errors]
         losses.append(0.5 * sum(w * e**2 for w, e in zip(weights, errors, strict=True)) / sum(weights))
     return losses[0] + losses[1], torch.stack(policy).mean(), sum(entropy) / len(entropy)
@@ -369,9 +369,9 @@ SAC = {
 
 
 @double
-@pytest.mark.parametrize("case", ["windows", "episodes", "stored state and burn-in"])
+@pytest.mark.parametrize("case", ["sequences", "episodes", "stored state and burn-in"])
 @pytest.mark.parametrize("kind", SAC)
-def test_the_losses_of_sac_and_their_gradient_are_those_of_a_loop(kind, case):
+def test_losses_and_gradients_of_sac_equal_those_of_a_loop(kind, case):
     make, settings = CASES[case]
     learner, t = sac_learner(**SAC[kind], **settings, temperature=0.3), make(0)
     loss, metrics = loss_of(learner, t)
@@ -385,8 +385,8 @@ def test_the_losses_of_sac_and_their_gradient_are_those_of_a_loop(kind, case):
     assert all(g.any() for g in found.values())
 
 
-def policys_share(learner: SacLearner, module: nn.Module) -> float:
-    """How much of a module's gradient is not the critics' own."""
+def policy_gradient_fraction(learner: SacLearner, module: nn.Module) -> float:
+    """The fraction of a module's gradient that comes from the policy loss."""
     t = windows()
     critic, _, _ = plain_sac(learner, t, learner.cfg.temperature)
     whole, own = gradients(loss_of(learner, t)[0], module), gradients(critic, module)
@@ -394,34 +394,34 @@ def policys_share(learner: SacLearner, module: nn.Module) -> float:
 
 
 @double
-def test_the_policy_changes_what_it_is_judged_by_only_if_it_may():
+def test_the_policy_loss_changes_the_critics_unless_they_are_frozen():
     free, frozen = (sac_learner(shared_encoder=True, freeze_critic=f) for f in (False, True))
-    assert policys_share(free, free.critics) > 1e-3
-    assert policys_share(frozen, frozen.critics) < 1e-12
-    assert policys_share(frozen, frozen.torso) > 1e-3  # through its own head the policy still teaches memory
-    assert policys_share(frozen, frozen.agent.policy) > 1e-3
+    assert policy_gradient_fraction(free, free.critics) > 1e-3
+    assert policy_gradient_fraction(frozen, frozen.critics) < 1e-12
+    assert policy_gradient_fraction(frozen, frozen.torso) > 1e-3  # through the policy head
+    assert policy_gradient_fraction(frozen, frozen.agent.policy) > 1e-3
     for freeze in (False, True):
         apart = sac_learner(freeze_critic=freeze)
-        assert policys_share(apart, apart.critics) < 1e-12
-        assert policys_share(apart, apart.torso) < 1e-12
-        assert policys_share(apart, apart.agent) > 1e-3
+        assert policy_gradient_fraction(apart, apart.critics) < 1e-12
+        assert policy_gradient_fraction(apart, apart.torso) < 1e-12
+        assert policy_gradient_fraction(apart, apart.agent) > 1e-3
 
 
 @double
-def test_a_frozen_critic_teaches_memory_nothing_through_the_policy():
-    """A policy that cannot change has no reason to move memory, except through what judges it."""
+def test_with_a_frozen_critic_the_core_gets_no_gradient_through_it():
+    """The policy is constant here, so the core could get a gradient of the policy loss through the critics only."""
     shares = {}
     for freeze in (False, True):
         learner = sac_learner(shared_encoder=True, freeze_critic=freeze)
         last: Any = learner.agent.policy[-1]
-        nn.init.zeros_(last.weight)  # the same for every memory
-        shares[freeze] = policys_share(learner, learner.torso)
+        nn.init.zeros_(last.weight)  # the policy does not depend on the core
+        shares[freeze] = policy_gradient_fraction(learner, learner.torso)
     assert shares[False] > 1e-3
     assert shares[True] < 1e-12
 
 
 @double
-def test_a_learnt_temperature_rises_when_the_policy_is_too_sure_and_falls_when_it_is_not():
+def test_a_learnt_temperature_moves_entropy_towards_its_target():
     for certain in (True, False):
         learner = make_learner(configure(SacDiscrete, **SMALL, entropy_target=0.7, optimizer=Adam(lr=1e-2)))
         with torch.no_grad():
@@ -437,7 +437,7 @@ def test_a_learnt_temperature_rises_when_the_policy_is_too_sure_and_falls_when_i
 
 
 @double
-def test_the_temperatures_gradient_is_the_gap_to_the_entropy_wanted():
+def test_the_gradient_of_the_temperature_is_the_entropy_gap():
     learner = sac_learner(entropy_target=0.7)
     with torch.no_grad():
         learner.log_temperature.fill_(math.log(0.4))
@@ -448,17 +448,17 @@ def test_the_temperatures_gradient_is_the_gap_to_the_entropy_wanted():
 
 
 @double
-def test_a_fixed_temperature_stays():
+def test_a_fixed_temperature_does_not_change():
     learner = sac_learner(temperature=0.25)
     for k in range(3):
         assert learner.update(Batch(windows(k))).metrics["temperature"].item() == pytest.approx(0.25)
     assert learner.log_temperature.grad is None
 
 
-# -- numbers that follow from others --------------------------------------------------------------------------------
+# -- schedules and derived settings --------------------------------------------------------------------------------
 
 
-def test_exploration_falls_in_a_line_over_a_tenth_of_the_budget():
+def test_epsilon_falls_linearly_over_a_tenth_of_the_budget():
     cfg = configure(Dqn, **SMALL, updates_per_step=0.25)  # 4000 steps: a tenth is 400, or 100 updates
     learner = make_learner(cfg)
     assert learner.agent.epsilon.item() == 1.0
@@ -468,17 +468,17 @@ def test_exploration_falls_in_a_line_over_a_tenth_of_the_budget():
 
 
 @double
-def test_every_update_sets_how_much_to_explore_and_tells_it():
+def test_every_update_sets_and_reports_epsilon():
     learner = make_learner(
         configure(Dqn, **SMALL, epsilon_first=0.8, epsilon_last=0.2, epsilon_fraction=0.5, updates_per_step=0.01)
     )
-    told = [learner.update(Batch(windows(k))).metrics["epsilon"].item() for k in range(22)]
-    assert told == pytest.approx([0.8 - 0.6 * min(1, k / 20) for k in range(1, 23)])
+    epsilons = [learner.update(Batch(windows(k))).metrics["epsilon"].item() for k in range(22)]
+    assert epsilons == pytest.approx([0.8 - 0.6 * min(1, k / 20) for k in range(1, 23)])
     assert learner.agent.state_dict()["epsilon"].item() == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("explore", [0.0, 1.0])
-def test_an_agent_explores_at_least_as_much_as_it_is_told(explore):
+def test_the_explorers_number_is_a_lower_bound_of_epsilon(explore):
     agent = configure(Dqn, **SMALL).agent(SPEC, NET, CORE)
     agent.epsilon.fill_(0.5)
     step = TimeStep(*(x[0, :1].expand(4000, *x.shape[2:]) for x in windows().step))
@@ -493,7 +493,7 @@ def test_an_agent_explores_at_least_as_much_as_it_is_told(explore):
 
 
 @pytest.mark.parametrize("cfg", TARGETS.values(), ids=TARGETS)
-def test_memory_may_have_a_learning_rate_of_its_own(cfg):
+def test_the_core_may_have_its_own_learning_rate(cfg):
     learner = make_learner(replace(cfg, core_lr=1e-5, optimizer=Adam(lr=1e-3)))
     everything = learner.agent if isinstance(learner, DqnLearner) else learner.modules
     memory = {id(p) for m in everything.modules() if isinstance(m, Torso) for p in m.core.parameters()}
@@ -507,7 +507,7 @@ def test_memory_may_have_a_learning_rate_of_its_own(cfg):
 
 @double
 @pytest.mark.parametrize("cfg", TARGETS.values(), ids=TARGETS)
-def test_learning_rates_may_fall_to_nothing_over_the_budget(cfg):
+def test_linear_decay_of_learning_rates_over_the_budget(cfg):
     cfg = configure(cfg, core_lr=1e-5, optimizer=Adam(lr=1e-3), lr_decay="linear", updates_per_step=0.01)
     learner = make_learner(cfg, total_steps=400)  # four updates
 
@@ -527,14 +527,14 @@ def test_learning_rates_may_fall_to_nothing_over_the_budget(cfg):
 
 
 @pytest.mark.parametrize("cfg", TARGETS.values(), ids=TARGETS)
-def test_the_discount_may_follow_from_the_length_of_an_episode(cfg):
+def test_the_discount_may_follow_from_the_maximum_episode_length(cfg):
     assert make_learner(replace(cfg, discount=None)).discount == pytest.approx(1 - 1 / HORIZON)
     assert make_learner(cfg).discount == 0.9
 
 
 @double
 @pytest.mark.parametrize("cfg", TARGETS.values(), ids=TARGETS)
-def test_a_gradient_is_clipped_only_if_asked(cfg):
+def test_gradients_are_clipped_only_if_set(cfg):
     norms = {}
     for limit in (None, 1e-3):
         torch.manual_seed(0)
@@ -543,7 +543,7 @@ def test_a_gradient_is_clipped_only_if_asked(cfg):
         everything = learner.agent if isinstance(learner, DqnLearner) else learner.modules
         applied = torch.stack([p.grad.norm() for p in everything.parameters() if p.grad is not None]).norm().item()
         assert applied == pytest.approx(norms[None] if limit is None else limit, rel=1e-3)
-    assert norms[None] == norms[1e-3] > 1e-3  # told as it was before
+    assert norms[None] == norms[1e-3] > 1e-3  # the norm before clipping is reported
 
 
 VECTOR = Spec("maze", (2,), torch.float32, 4)
@@ -584,7 +584,7 @@ SAVED = TARGETS | {
 
 @double
 @pytest.mark.parametrize("cfg", SAVED.values(), ids=SAVED)
-def test_a_saved_learner_goes_on_bit_for_bit(cfg):
+def test_a_restored_learner_continues_bit_for_bit(cfg):
     torch.manual_seed(1)
     learner = make_learner(cfg)
     torch.manual_seed(2)
@@ -596,8 +596,8 @@ def test_a_saved_learner_goes_on_bit_for_bit(cfg):
     other.agent.load_state_dict(saved["agent"])
     other.load_state_dict(saved["learner"])
     for k in range(3, 7):
-        told, again = (x.update(Batch(windows(k))).metrics for x in (learner, other))
-        assert {k: v.item() for k, v in told.items()} == {k: v.item() for k, v in again.items()}
+        metrics, again = (x.update(Batch(windows(k))).metrics for x in (learner, other))
+        assert {k: v.item() for k, v in metrics.items()} == {k: v.item() for k, v in again.items()}
     assert other.updates == learner.updates == 7
     assert same(learner.agent.state_dict(), other.agent.state_dict())
     for (a, b), (c, d) in zip(pairs(learner), pairs(other), strict=True):
@@ -617,7 +617,7 @@ SHORT: dict[str, Any] = {
 }
 ALGOS = {
     "dqn": configure(Dqn, **SHORT, count_epsilon=0.5, epsilon_fraction=0.5),
-    "dqn-windows": configure(
+    "dqn-sequences": configure(
         Dqn,
         **SHORT,
         sequence_length=5,
@@ -651,8 +651,8 @@ def test_half_a_run_resumed_equals_the_whole_run_bit_for_bit(name, tmp_path):
     assert float(last["updates_per_step"]) == pytest.approx(0.1, rel=0.02)
 
 
-def test_weights_bring_the_actor_how_much_to_explore():
-    runtime = start(short(ALGOS["dqn-windows"]))
+def test_epsilon_travels_with_the_weights():
+    runtime = start(short(ALGOS["dqn-sequences"]))
     seen = set()
     for _ in runtime:
         learner, acting = runtime.learner, runtime.actor
@@ -668,7 +668,7 @@ def test_weights_bring_the_actor_how_much_to_explore():
     assert len(seen) > 10
 
 
-def test_counts_of_what_was_seen_survive_a_change_of_environments(tmp_path):
+def test_counts_survive_a_change_of_the_number_of_environments(tmp_path):
     session = Session(short(ALGOS["dqn"]), tmp_path / "run", NullDisplay())
     for progress in session:
         if progress.frames > 600:
@@ -684,8 +684,8 @@ def test_counts_of_what_was_seen_survive_a_change_of_environments(tmp_path):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("algo", ["dqn", "dqn-windows"])
-def test_acting_and_learning_overlap_at_the_ratio_and_go_on_with_what_was_played(algo, tmp_path):
+@pytest.mark.parametrize("algo", ["dqn", "dqn-sequences"])
+def test_overlap_keeps_the_updates_per_step_and_resumes_the_replay(algo, tmp_path):
     experiment = short(ALGOS[algo], runtime=Overlap(envs=4, threads=1), frames=1_400)
     session = Session(experiment, tmp_path / "run", NullDisplay())
     runtime: Any = session.runtime
@@ -712,14 +712,14 @@ def test_acting_and_learning_overlap_at_the_ratio_and_go_on_with_what_was_played
 
 
 @pytest.mark.timeout(300)
-def test_overlapping_waits_for_the_end_of_the_first_episode_however_late_it_comes(tmp_path):
+def test_overlap_waits_for_the_end_of_the_first_episode(tmp_path):
     algo = configure(Dqn, **SHORT | {"warmup": 0, "updates_per_step": 1.0, "unroll": 3}, epsilon_last=0.1)
     experiment = tiny(Recall(delay=30), algo=algo, runtime=Overlap(envs=2, threads=1), frames=150)
     run = bestiary.train(experiment, tmp_path / "run")
     assert run.load().trainer["runtime"]["learner"]["updates"] > 0
 
 
-# -- what cannot be --------------------------------------------------------------------------------------------------
+# -- invalid settings ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -759,13 +759,13 @@ def test_overlapping_waits_for_the_end_of_the_first_episode_however_late_it_come
         (SacDiscrete, {"entropy_target": 1.2}, r"algo\.entropy-target=1\.2 must lie in \[0, 1\]"),
     ],
 )
-def test_numbers_that_cannot_work_are_refused(cls, settings, sentence):
+def test_invalid_settings_are_refused(cls, settings, sentence):
     with pytest.raises(UserError, match=sentence):
         configure(cls, **settings)
 
 
 @pytest.mark.parametrize("cls", [Dqn, SacDiscrete])
-def test_samples_that_cannot_be_are_refused_where_the_length_of_an_episode_is_known(cls):
+def test_samples_that_do_not_fit_the_longest_episode_are_refused(cls):
     def start(**settings):
         configure(cls, **settings).learner(configure(cls, **settings).agent(SPEC, NET, CORE), 100)
 
@@ -789,19 +789,19 @@ def test_samples_that_cannot_be_are_refused_where_the_length_of_an_episode_is_kn
     [(Dqn(), "epsilon-last"), (Dqn(discount=None), "discount"), (SacDiscrete(discount=None), "discount")],
     ids=["epsilon", "dqn", "sac"],
 )
-def test_what_follows_from_the_length_of_an_episode_must_be_said_where_that_is_not_known(cfg, flag):
+def test_derived_settings_need_a_maximum_episode_length(cfg, flag):
     agent = cfg.agent(SPEC._replace(horizon=None), NET, CORE)
     with pytest.raises(UserError, match=rf"toy does not say how long its episodes can be: set --algo\.{flag}"):
         cfg.learner(agent, 100)
 
 
-def test_the_replay_is_built_from_the_numbers_of_the_algorithm():
+def test_the_replay_is_built_from_the_settings_of_the_algorithm():
     replay = Uniform(5, 900, 11, updates_per_step=0.5, sequence_length=7, stored_state=True)
     built = Dqn(replay=replay, unroll=6).replay_builder(3)
     assert (built.cfg, built.streams, built.unroll) == (replay, 3, 6)
 
 
-def test_novelty_is_counted_only_if_asked_for():
+def test_count_based_exploration_is_off_by_default():
     assert Dqn().explorer(3)(windows()[0]).tolist() == [0.0, 0.0, 0.0]
     explorer = Dqn(count_epsilon=0.3).explorer(3)
     assert isinstance(explorer, CountBasedExploration)

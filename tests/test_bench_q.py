@@ -115,7 +115,7 @@ def test_the_loop_is_compared_with_its_parts(cfg, cores, ideal, brief, monkeypat
 def test_every_benchmark_has_help(name, capsys):
     place, _, settings = BENCHMARKS[name][0].partition(":")
     module = import_module(f"bestiary.bench.{place}")
-    assert getattr(module, settings or "Settings").__doc__ == f"bestiary bench {name}"
+    assert getattr(module, settings).__doc__ == f"bestiary bench {name}"
     with pytest.raises(SystemExit, match="0"):
         bestiary(["bench", name, "--help"])
     assert "--rounds" in capsys.readouterr().out

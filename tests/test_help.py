@@ -60,7 +60,7 @@ def bench_settings() -> list[type]:
     found = []
     for place, _ in BENCHMARKS.values():
         module, _, name = place.partition(":")
-        found.append(getattr(import_module(f"bestiary.bench.{module}"), name or "Settings"))
+        found.append(getattr(import_module(f"bestiary.bench.{module}"), name))
     return found
 
 

@@ -4,21 +4,21 @@ import statistics
 import time
 from collections.abc import Callable
 
-BENCHMARKS = {  # name -> (module, or module:settings if it has several; description)
-    "impala-atari": ("impala_atari", "the IMPALA loop on Atari against the sum of its parts"),
+BENCHMARKS = {  # name -> (module:settings class, description)
+    "impala-atari": ("impala_atari:ImpalaAtari", "the IMPALA loop on Atari against the sum of its parts"),
     "apex-atari": ("q_atari:ApexAtari", "the Ape-X loop on Atari against the sum of its parts"),
     "r2d2-atari": ("q_atari:R2d2Atari", "the R2D2 loop on Atari against the sum of its parts"),
     "replay": (
         "replay:ReplayBench",
         "prioritized sampling: the sum tree against cpprb and NumPy; the whole replay with images",
     ),
-    "cores": ("cores", "every core: rules against the plain loop, the core against an LSTM, an acting step"),
+    "cores": ("cores:CoresBench", "every core: rule against the plain loop, core against an LSTM, acting step"),
     "envs": (
-        "envs",
+        "envs:EnvsBench",
         "steps per second of the memory tasks: vector environment, EnvBatch, single environment",
     ),
     "riverraid": (
-        "riverraid",
+        "riverraid:RiverraidBench",
         "Riverraid emulators with readable RAM (ours and envpool's) and without",
     ),
     "cluster": (
@@ -29,7 +29,7 @@ BENCHMARKS = {  # name -> (module, or module:settings if it has several; descrip
         "scaling.report:ScalingBench",
         "predicted throughput of clusters with up to 1,000 actors",
     ),
-    "findings": ("findings", "effect of the CPU settings on learner speed: allocator, memory layout"),
+    "findings": ("findings:FindingsBench", "effect of the CPU settings on learner speed: allocator, memory layout"),
 }
 
 

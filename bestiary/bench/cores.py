@@ -20,7 +20,7 @@ from bestiary.ops.fastweights.loops import RULES, Recurrence
 
 
 @dataclass(frozen=True)
-class Settings:
+class CoresBench:
     """bestiary bench cores"""
 
     batch: int = 32
@@ -35,7 +35,7 @@ class Settings:
     """CPU threads; None: all cores"""
 
 
-def rule_sides(cfg: Settings, rule: str, T: int) -> dict[str, Callable[[], object]]:
+def rule_sides(cfg: CoresBench, rule: str, T: int) -> dict[str, Callable[[], object]]:
     """Forward and backward of one rule in each of its forms, with a few resets inside the chunk."""
     torch.manual_seed(0)
     B, H, D = cfg.batch, cfg.heads, cfg.head_width
@@ -130,7 +130,7 @@ def new_table(title: str, *columns: str) -> Table:
     return table
 
 
-def rules(cfg: Settings, width: int) -> dict[str, Any]:
+def rules(cfg: CoresBench, width: int) -> dict[str, Any]:
     """Table: every rule in each of its forms, and an LSTM."""
     results: dict[str, Any] = {}
     setting = f"B={cfg.batch}, {cfg.heads} heads x {cfg.head_width}, {torch.get_num_threads()} threads"
@@ -157,7 +157,7 @@ def rules(cfg: Settings, width: int) -> dict[str, Any]:
     return results
 
 
-def whole(cfg: Settings, width: int) -> dict[str, Any]:
+def whole(cfg: CoresBench, width: int) -> dict[str, Any]:
     """Table: every core, learning and acting, beside an LSTM."""
     results: dict[str, Any] = {}
     fast: dict[str, Any] = {"width": width, "heads": cfg.heads, "layers": 1, "feedforward": 2 * width}
@@ -201,7 +201,7 @@ def whole(cfg: Settings, width: int) -> dict[str, Any]:
     return results
 
 
-def resets(cfg: Settings, width: int) -> dict[str, Any]:
+def resets(cfg: CoresBench, width: int) -> dict[str, Any]:
     """Table: LSTM and GRU with resets inside the chunk, beside PyTorch's fused call."""
     results: dict[str, Any] = {}
     table = new_table(
@@ -226,7 +226,7 @@ def resets(cfg: Settings, width: int) -> dict[str, Any]:
     return results
 
 
-def attention_length(cfg: Settings, width: int) -> dict[str, Any]:
+def attention_length(cfg: CoresBench, width: int) -> dict[str, Any]:
     """Table: an acting step of the GPT, early and late in an episode."""
     results: dict[str, Any] = {}
     title = f"GPT of width {width}, one layer, window 1,024: ms of the acting step at position t"
@@ -240,7 +240,7 @@ def attention_length(cfg: Settings, width: int) -> dict[str, Any]:
     return results
 
 
-def main(cfg: Settings) -> dict[str, Any]:
+def main(cfg: CoresBench) -> dict[str, Any]:
     tune_malloc()
     torch.set_num_threads(cfg.threads or usable_cores())
     width = cfg.heads * cfg.head_width

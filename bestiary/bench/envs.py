@@ -23,7 +23,7 @@ TASKS = {
 
 
 @dataclass(frozen=True)
-class Settings:
+class EnvsBench:
     """bestiary bench envs"""
 
     envs: int = 64
@@ -34,7 +34,7 @@ class Settings:
     """timings per alternative; medians are reported"""
 
 
-def sides(cfg: Settings, name: str) -> dict[str, Callable[[], object]]:
+def sides(cfg: EnvsBench, name: str) -> dict[str, Callable[[], object]]:
     """`cfg.steps` steps of a random policy; the single environment takes as many steps as one slot of the others."""
     actions = np.random.default_rng(0).integers(0, 4, (cfg.steps, cfg.envs))
     vector = gymnasium.make_vec(f"bestiary/{name}-v0", num_envs=cfg.envs)
@@ -60,7 +60,7 @@ def sides(cfg: Settings, name: str) -> dict[str, Callable[[], object]]:
     return {"vector": step_vector, "env_batch": step_env_batch, "single": step_single}
 
 
-def main(cfg: Settings) -> dict[str, Any]:
+def main(cfg: EnvsBench) -> dict[str, Any]:
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
     title = f"steps/s, random policy, {cfg.envs} environments, one thread"

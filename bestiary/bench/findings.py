@@ -20,7 +20,7 @@ SWITCHES = {
 
 
 @dataclass(frozen=True)
-class Settings:
+class FindingsBench:
     """bestiary bench findings"""
 
     rounds: int = 3
@@ -70,7 +70,7 @@ def child(off: str, net: str, unroll: int, envs: int, threads: int | None) -> fl
     return T * envs / medians({"learn": learn}, 3)["learn"]
 
 
-def main(cfg: Settings) -> dict[str, Any]:
+def main(cfg: FindingsBench) -> dict[str, Any]:
     results: dict[str, Any] = {}
     table = Table(title="learner time steps/s, forward + backward", title_justify="left", box=None, padding=(0, 2))
     for column in ("network", "T", "switched off", "steps/s", "speedup of the setting"):
@@ -89,7 +89,7 @@ def main(cfg: Settings) -> dict[str, Any]:
     return results
 
 
-def _spawn(side: str, net: str, unroll: int, cfg: Settings) -> float:
+def _spawn(side: str, net: str, unroll: int, cfg: FindingsBench) -> float:
     call = f"child({side!r}, {net!r}, {unroll}, {cfg.envs}, {cfg.threads})"
     code = f"from bestiary.bench.findings import child; print({call})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

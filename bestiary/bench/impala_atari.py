@@ -20,7 +20,7 @@ from bestiary.types import Batch
 
 
 @dataclass(frozen=True)
-class Settings:
+class ImpalaAtari:
     """bestiary bench impala-atari"""
 
     net: Literal["both", "shallow", "resnet"] = "both"
@@ -37,7 +37,7 @@ class Settings:
     """CPU threads; None: all cores"""
 
 
-def measure(cfg: Settings, net: str) -> dict[str, float]:
+def measure(cfg: ImpalaAtari, net: str) -> dict[str, float]:
     """Agent steps per second of each part and of the loop, with its fraction of the ideal rate."""
     base = preset("impala-shallow")
     encoder = Resnet() if net == "resnet" else Shallow()
@@ -84,7 +84,7 @@ def measure(cfg: Settings, net: str) -> dict[str, float]:
     return rates | {"ideal": steps / parts, "share": parts / seconds["loop"]}
 
 
-def main(cfg: Settings) -> dict[str, Any]:
+def main(cfg: ImpalaAtari) -> dict[str, Any]:
     nets = ("shallow", "resnet") if cfg.net == "both" else (cfg.net,)
     results = {net: measure(cfg, net) for net in nets}
     setting = f"T={cfg.unroll}, {cfg.envs} environments, {torch.get_num_threads()} threads"

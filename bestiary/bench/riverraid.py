@@ -19,7 +19,7 @@ BUTTONS = 18
 
 
 @dataclass(frozen=True)
-class Settings:
+class RiverraidBench:
     """bestiary bench riverraid"""
 
     envs: int = 32
@@ -30,7 +30,7 @@ class Settings:
     """of envpool and ale-py, and processes of ours; None: one per core"""
 
 
-def sides(cfg: Settings) -> dict[str, Callable[[], object]]:
+def sides(cfg: RiverraidBench) -> dict[str, Callable[[], object]]:
     """Random play of `cfg.steps` steps by all."""
     threads = cfg.threads or cores()
     chosen = np.random.default_rng(0).integers(0, BUTTONS, (cfg.steps, cfg.envs))
@@ -52,7 +52,7 @@ def sides(cfg: Settings) -> dict[str, Callable[[], object]]:
     return found
 
 
-def envpool_side(cfg: Settings, chosen: Any, threads: int) -> Callable[[], object]:
+def envpool_side(cfg: RiverraidBench, chosen: Any, threads: int) -> Callable[[], object]:
     """With nothing made of what it tells: no books, no components."""
     import envpool
 
@@ -67,7 +67,7 @@ def envpool_side(cfg: Settings, chosen: Any, threads: int) -> Callable[[], objec
     return play
 
 
-def main(cfg: Settings) -> dict[str, Any]:
+def main(cfg: RiverraidBench) -> dict[str, Any]:
     torch.set_num_threads(1)
     seconds = medians(sides(cfg), cfg.rounds)
     rates = {name: cfg.steps * cfg.envs / value for name, value in seconds.items()}

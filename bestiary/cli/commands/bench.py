@@ -27,7 +27,7 @@ def main(args: list[str]) -> int:
         rest = rest[:at] + rest[at + 2 :]
     place, _, settings = BENCHMARKS[name][0].partition(":")
     module = import_module(f"bestiary.bench.{place}")
-    results = module.main(parse(getattr(module, settings or "Settings"), rest, f"bestiary bench {name}"))
+    results = module.main(parse(getattr(module, settings), rest, f"bestiary bench {name}"))
     if out is not None:
         out.write_text(json.dumps(results, indent=2) + "\n")
     return 0

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from bestiary.algos.return_conditioned import ReturnConditioned
-from bestiary.config.schema import Numbers
+from bestiary.config.schema import Numbers, advanced
 from bestiary.replay.episodes import Episodes
 
 
@@ -20,8 +20,8 @@ class Rcp(ReturnConditioned):
     horizon: bool = False
     discount: float = 0.99
     replay: Episodes = field(default_factory=recent_transitions)
-    fixed_command: bool = True
+    fixed_command: bool = advanced(True)
     command_source: Literal["uniform", "episode", "percentile", "maximum"] = "percentile"
     weighting: Literal["none", "exponential"] = "exponential"
-    command_shift: Numbers = (0.0,)
-    command_scale: Numbers = (1.0,)
+    command_shift: Numbers = advanced((0.0,))
+    command_scale: Numbers = advanced((1.0,))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bestiary import tree
 from bestiary.config.machine import check_memory
-from bestiary.config.schema import Count
+from bestiary.config.schema import Count, advanced
 from bestiary.errors import UserError
 from bestiary.ops.commands import CommandDistribution, Floats, returns_to_go, subtract_start_baseline, top_episodes
 from bestiary.replay.base import step_bytes
@@ -53,15 +53,15 @@ class Episodes:
     """episodes that count as latest in a mixture"""
     best_fraction: float = 0.7
     """fraction of a batch that a mixture samples from its best episodes; the rest is from its latest"""
-    start_state_baseline: bool = False
+    start_state_baseline: bool = advanced(False)
     """rank and weigh episodes by return minus a linear fit on the first observation; for vector observations"""
-    length_penalty: float = 0.0
+    length_penalty: float = advanced(0.0)
     """points by which an episode's rank score is lower for each of its steps, so that quicker episodes are preferred"""
-    sequence_length: int | None = None
+    sequence_length: int | None = advanced(None)
     """consecutive transitions per sample; None: 1, or whole episodes for agents with a recurrent core"""
-    max_transitions: Count | None = None
+    max_transitions: Count | None = advanced(None)
     """replay capacity in transitions, besides that in episodes; None: no limit"""
-    update_unit: Literal["step", "episode"] = "step"
+    update_unit: Literal["step", "episode"] = advanced("step")
     """what updates-per-step counts: environment steps or episodes"""
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from bestiary.algos.base import Agent
 from bestiary.algos.exploration import Explorer, FixedExploration
 from bestiary.algos.return_conditioned.agent import ReturnConditionedAgent
 from bestiary.algos.return_conditioned.learner import ReturnConditionedLearner
-from bestiary.config.schema import Count, Counts, Numbers
+from bestiary.config.schema import Count, Counts, Numbers, advanced
 from bestiary.cores.base import CoreConfig
 from bestiary.errors import UserError
 from bestiary.nets import Net
@@ -58,60 +58,60 @@ class ReturnConditioned:
     unroll: int = 32
     """environment steps, in each environment, between two rounds of updates"""
 
-    # advanced: commands
-    fixed_command: bool = False
+    # commands
+    fixed_command: bool = advanced(False)
     """keep the command of an episode's first step, whatever is earned (RCP)"""
-    resample_command: bool = False
+    resample_command: bool = advanced(False)
     """sample a new command at every step (RCP-A's public code)"""
-    distinct_returns: bool = False
+    distinct_returns: bool = advanced(False)
     """among the best episodes only one of each return counts (UDRL's public code)"""
-    return_increment: float = 0.5
+    return_increment: float = advanced(0.5)
     """while exploring, command_source=episode adds up to so many standard deviations of the best returns"""
-    command_percentile: float = 90.0
+    command_percentile: float = advanced(90.0)
     """percentile of the labels, with command_source=percentile"""
-    command_period: int = 1_000
+    command_period: int = advanced(1_000)
     """updates over which command_source=maximum takes the largest advantage"""
-    command_shift: Numbers = (0.0, 0.0)
+    command_shift: Numbers = advanced((0.0, 0.0))
     """subtracted from the command before it enters the network: return or advantage, horizon"""
-    command_scale: Numbers = (1.0, 1.0)
+    command_scale: Numbers = advanced((1.0, 1.0))
     """then multiplied with the command, so that the network sees numbers of size one"""
 
-    # advanced: weights and training
-    weight_by: Literal["episodes", "transitions"] = "episodes"
+    # weights and training
+    weight_by: Literal["episodes", "transitions"] = advanced("episodes")
     """what z of the exponential weights is of: the episode's rank score, or the transition's label; of advantages
     always the label"""
-    weight_cap: float = 20.0
+    weight_cap: float = advanced(20.0)
     """upper limit of the exponential weights (Peng et al. 2019: 20)"""
-    burn_in: int = 0
+    burn_in: int = advanced(0)
     """burn-in length in steps: unrolled without gradient before a sequence, for recurrent state or frame stacks"""
-    normalise: bool = False
+    normalise: bool = advanced(False)
     """standardise observations with running mean and standard deviation; for vector observations"""
-    label_smoothing: float = 0.0
+    label_smoothing: float = advanced(0.0)
     """label smoothing of the cross entropy: probability that the target gives to all actions alike"""
-    ema_decay: float | None = None
+    ema_decay: float | None = advanced(None)
     """decay per update of an exponential moving average of the weights, which acts; None: the trained network acts"""
-    max_inverse_temperature: float = 1.0
+    max_inverse_temperature: float = advanced(1.0)
     """while exploring, logits are multiplied by an inverse temperature between 1 and this, log-uniform per episode"""
-    inverse_temperature_steps: Count = 600_000
+    inverse_temperature_steps: Count = advanced(600_000)
     """environment steps (episodes, if updates are counted by episodes) over which that maximum grows from 1"""
-    grad_norm: float | None = 1.0
+    grad_norm: float | None = advanced(1.0)
     """clip the gradient to this norm; None: no clipping"""
-    final_lr_fraction: float = 0.1
+    final_lr_fraction: float = advanced(0.1)
     """learning rate at the end of the budget as a fraction of the first, decayed linearly; constant if updates are
     counted by episodes"""
 
-    # advanced: the critic of advantages
-    critic: Literal["separate", "joint"] = "separate"
+    # the critic of advantages
+    critic: Literal["separate", "joint"] = advanced("separate")
     """separate: its own optimiser, and TD(lambda) targets of all episodes at once; joint: its loss on a few episodes
     is added to the policy's (RCP-A's public code)"""
-    critic_period: int = 128
+    critic_period: int = advanced(128)
     """updates between two refreshes of all advantages (separate) or between two critic losses (joint)"""
-    critic_head: Counts = (64, 64)
+    critic_head: Counts = advanced((64, 64))
     """hidden units of the critic's layers after its core"""
     critic_optimizer: OptimizerConfig = field(default_factory=lambda: AdamW(lr=1e-3))
-    trace_decay: float = 0.95
+    trace_decay: float = advanced(0.95)
     """lambda of the critic's TD(lambda) targets (Kumar et al. 2019: 0.95)"""
-    value_scale: float = 100.0
+    value_scale: float = advanced(100.0)
     """the critic predicts returns divided by this"""
 
     def __post_init__(self) -> None:

@@ -131,7 +131,7 @@ def run_seeds(chosen: Train, name: str) -> int:
     if failed := [f"seed {row['seed']}: {row['problem']}" for row in result["seeds"] if row["problem"]]:
         raise UserError(f"{len(failed)} of {len(numbers)} seeds failed, the first: {failed[0]}; --run {root} goes on")
     print(f"  bestiary eval {root}           every seed on fresh games, with intervals over seeds")
-    print(f"  bestiary plot {root}/seed*     one curve with its interval")
+    print(f"  bestiary plot {root}           one curve with its interval")
     return 0
 
 

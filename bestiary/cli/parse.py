@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 import tyro
 
 from bestiary.cli.help import print_help
-from bestiary.config.aliases import renamed_choice, renamed_flag
+from bestiary.config.aliases import renamed_choice, renamed_flag, renamed_value
 from bestiary.config.experiment import Experiment, family
 from bestiary.config.schema import members
 from bestiary.config.suggestions import did_you_mean
@@ -111,7 +111,7 @@ def refuse_old_flags(cls: type, args: list[str]) -> None:
                 f"--runtime is no flag: many runs on a Ray cluster are --executor {name}, and runtime:ray spreads one "
                 "run over a cluster"
             )
-        if (sentence := renamed_flag(flag, known)) is not None:
+        if (sentence := renamed_flag(flag, known) or renamed_value(flag, value or after, known)) is not None:
             raise UserError(sentence)
 
 

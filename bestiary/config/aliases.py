@@ -242,6 +242,16 @@ def renamed_flag(flag: str, known: Collection[str]) -> str | None:
     return f"{flag} no longer exists" if any(isinstance(entry, Removed) for entry in entries) else None
 
 
+def renamed_value(flag: str, value: str, known: Collection[str]) -> str | None:
+    """What to write instead of an old choice of a setting, in a sentence; None: the value is not an old choice."""
+    prefix, _, rest = flag.removeprefix("--").partition(".")
+    field = rest.replace("-", "_")
+    new = {fields[field][value] for fields in VALUES.values() if value in fields.get(field, {})}
+    return (
+        f"{flag} {value} is called {flag} {' or '.join(sorted(new))} now" if new and flag in known and prefix else None
+    )
+
+
 def renamed_choice(family: str, choice: str, known: Collection[str]) -> str | None:
     """What to write instead of an old choice such as core:NAME, in a sentence; None: there was no such choice."""
     new = KINDS.get(choice)

@@ -135,6 +135,19 @@ def test_the_command_line_answers_old_names(args, sentence, capsys, tmp_path, mo
     assert sentence in printed and printed.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["study", "riverraid", "--games", "3"], "--games is called --episodes now"),
+        (["detect", "--trusted", "runs/a", "runs/b"], "--trusted is called --reference now"),
+        (["eval", "runs/a", "--runs", "3"], "--runs is called --repeats now"),
+    ],
+)
+def test_commands_answer_their_old_flags(args, sentence, capsys):
+    assert main(args) == 2
+    assert sentence in capsys.readouterr().err
+
+
 def test_a_search_space_with_an_old_name_is_answered():
     space = {"algo.ratio": {"low": 0.1, "high": 1.0}}
     with pytest.raises(UserError, match=r"algo\.ratio is called algo\.replay\.updates-per-step now"):

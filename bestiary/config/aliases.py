@@ -160,6 +160,16 @@ NESTED: dict[tuple[str, str], str] = {
 }
 
 
+# flags of commands that are not settings of an experiment: old name -> new name
+FLAGS: dict[str, str] = {
+    "--figures": "--measurements",
+    "--games": "--episodes",
+    "--max-rows": "--max-steps",
+    "--runs": "--repeats",
+    "--trusted": "--reference",
+}
+
+
 def upgrade(data: dict[str, Any], where: str) -> dict[str, Any]:
     """The fields of one encoded dataclass under the names of today; `where` is its place, for messages."""
     old = data.get("kind")
@@ -228,8 +238,12 @@ def renamed_flag(flag: str, known: Collection[str]) -> str | None:
 
     `known` are the flags of today, which decide where several kinds of part had a setting of the same name.
     """
+    if flag in known:
+        return None
+    if FLAGS.get(flag) in known:
+        return f"{flag} is called {FLAGS[flag]} now"
     prefix, dot, last = flag.removeprefix("--").rpartition(".")
-    if flag in known or not dot:
+    if not dot:
         return None
     negated = last.startswith("no-") and f"--{prefix}.{last.removeprefix('no-')}" not in known
     old = (last.removeprefix("no-") if negated else last).replace("-", "_")
@@ -244,12 +258,9 @@ def renamed_flag(flag: str, known: Collection[str]) -> str | None:
 
 def renamed_value(flag: str, value: str, known: Collection[str]) -> str | None:
     """What to write instead of an old choice of a setting, in a sentence; None: the value is not an old choice."""
-    prefix, _, rest = flag.removeprefix("--").partition(".")
-    field = rest.replace("-", "_")
+    field = flag.partition(".")[2].replace("-", "_")
     new = {fields[field][value] for fields in VALUES.values() if value in fields.get(field, {})}
-    return (
-        f"{flag} {value} is called {flag} {' or '.join(sorted(new))} now" if new and flag in known and prefix else None
-    )
+    return f"{flag} {value} is called {flag} {' or '.join(sorted(new))} now" if new and flag in known else None
 
 
 def renamed_choice(family: str, choice: str, known: Collection[str]) -> str | None:

@@ -32,8 +32,7 @@ class Dqn(QLearning):
     epsilon_fraction: float = 0.1
     """fraction of the frame budget over which epsilon falls linearly (exploration schedule)"""
     count_epsilon: float | None = None
-    """count-based exploration: epsilon is at least count_epsilon / n where an episode shows an observation n times on
-    average; None: off"""
+    """count-based exploration: epsilon is at least this / n for what an episode shows n times on average; None: off"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -45,8 +45,7 @@ class Prioritized:
     stride: int | None = None
     """transitions between the starts of two sequences; None: sequence length - burn-in, so that each is trained once"""
     stored_state: bool | None = False
-    """stored state: sequences begin with the actor's recurrent state, else with the initial one; None: stored unless
-    it takes more than 1 GiB and more than all time steps"""
+    """sequences begin with the actor's stored state (R2D2); None: if it takes up to 1 GiB or no more than all steps"""
     eta: float = 1.0
     """priority of a sequence: eta max |TD error| + (1 - eta) mean |TD error| (R2D2 0.9)"""
     eviction: Literal["fifo", "priority"] = "fifo"

@@ -32,7 +32,7 @@ class Uniform:
     sequence_length: int | None = None
     """transitions per sequence, burn-in included; None: whole episodes"""
     stored_state: bool = False
-    """stored state: a sequence begins with the recurrent state that the actor had there, else with the initial one"""
+    """sequences begin with the stored state of the actor's core (R2D2), else with the initial recurrent state"""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:

@@ -1,6 +1,6 @@
-"""The parking exploit of Riverraid: scripted players under every reward, with and without the instruments against it.
+"""The parking exploit of Riverraid: scripted policies under every reward, with and without the options against it.
 
-python benchmarks/riverraid.py      # plays, writes benchmarks/riverraid/exploit.csv and prints it as a table
+python benchmarks/riverraid.py      # writes benchmarks/riverraid/exploit.csv and prints it as a table
 """
 
 import csv
@@ -17,50 +17,50 @@ from bestiary.types import Episode
 
 TABLE = Path(__file__).parent / "riverraid" / "exploit.csv"
 REWARDS = ("score", "fuel:10", "pacifist:20", "move:5", "centre:1")
-QUIET = [n for n, name in enumerate(ACTIONS) if "FIRE" not in name]
-GAMES = 8
-LIMIT = 10_800  # frames: a tenth of the usual, so that nobody need wait for so long
+NO_FIRE = [n for n, name in enumerate(ACTIONS) if "FIRE" not in name]
+EPISODES = 8
+LIMIT = 10_800  # frames: a tenth of the default, to save time
 
-PLAYERS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
-    "waits for ever": lambda rng, n: np.zeros(n, np.int64),
-    "any button": lambda rng, n: rng.integers(0, len(ACTIONS), n),
-    "any button but fire": lambda rng, n: rng.choice(QUIET, n),
+POLICIES: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
+    "no-op": lambda rng, n: np.zeros(n, np.int64),
+    "random": lambda rng, n: rng.integers(0, len(ACTIONS), n),
+    "random without fire": lambda rng, n: rng.choice(NO_FIRE, n),
 }
 VARIANTS = {
-    "as it is": Riverraid(time_limit_frames=LIMIT),
+    "default": Riverraid(time_limit_frames=LIMIT),
     "--env.stall 50": Riverraid(time_limit_frames=LIMIT, stall=50),
     "--env.launch": Riverraid(time_limit_frames=LIMIT, launch=True),
     "--env.launch --env.end-at-crash": Riverraid(time_limit_frames=LIMIT, launch=True, end_at_crash=True),
 }
 
 
-def play(env: Riverraid, choose: Callable[[np.random.Generator, int], np.ndarray]) -> list[Episode]:
-    """The first game of every slot."""
-    env_batch, rng = env.make(GAMES, 0, 0, 1), np.random.default_rng(0)
+def run(env: Riverraid, choose: Callable[[np.random.Generator, int], np.ndarray]) -> list[Episode]:
+    """The first episode of every slot."""
+    env_batch, rng = env.make(EPISODES, 0, 0, 1), np.random.default_rng(0)
     env_batch.reset()
     found: dict[int, Episode] = {}
-    while len(found) < GAMES:
-        for e in env_batch.step(torch.from_numpy(choose(rng, GAMES)))[1]:
+    while len(found) < EPISODES:
+        for e in env_batch.step(torch.from_numpy(choose(rng, EPISODES)))[1]:
             found.setdefault(e.slot, e)
     env_batch.close()
     return list(found.values())
 
 
-def row(player: str, variant: str, games: list[Episode]) -> dict[str, str]:
-    paid = {r: np.mean([rescored(e, reward_weights(r)).score for e in games]) for r in REWARDS}
-    steps = sum(e.steps for e in games)
-    shares = {name: sum(e.components[name] for e in games) / steps for name in ("parked", "dead")}
+def row(policy: str, variant: str, episodes: list[Episode]) -> dict[str, str]:
+    returns = {r: np.mean([rescored(e, reward_weights(r)).score for e in episodes]) for r in REWARDS}
+    steps = sum(e.steps for e in episodes)
+    shares = {name: sum(e.components[name] for e in episodes) / steps for name in ("parked", "dead")}
     return {
-        "player": player,
-        "instruments": variant,
-        "moves a game": f"{steps / len(games):.0f}",
-        **{name: f"{value:.0f}" for name, value in paid.items()},
+        "policy": policy,
+        "options": variant,
+        "steps per episode": f"{steps / len(episodes):.0f}",
+        **{name: f"{value:.0f}" for name, value in returns.items()},
         **{name: f"{value:.2f}" for name, value in shares.items()},
     }
 
 
 def main() -> None:
-    rows = [row(p, v, play(env, choose)) for p, choose in PLAYERS.items() for v, env in VARIANTS.items()]
+    rows = [row(p, v, run(env, choose)) for p, choose in POLICIES.items() for v, env in VARIANTS.items()]
     TABLE.parent.mkdir(exist_ok=True)
     with TABLE.open("w", newline="") as file:
         lines = csv.DictWriter(file, list(rows[0]), lineterminator="\n")

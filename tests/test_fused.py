@@ -8,7 +8,7 @@ from torch import nn
 
 from bestiary.acting.actor import Actor
 from bestiary.algos import Apex, Dqn, Impala, R2d2, SacDiscrete
-from bestiary.analysis.core_contract import examine
+from bestiary.analysis.core_contract import check_contract
 from bestiary.config.experiment import family
 from bestiary.cores import DeltaNet, DeltaRnn, Ff, Gpt, Gru, LinearTransformer, Lstm, RecurrentDeltaNet
 from bestiary.cores.base import Core
@@ -135,8 +135,8 @@ class DoubledLstm(Lstm):
 
 def test_a_subclass_does_not_act_by_its_parents_instructions():
     assert actor(ENVS["tmaze"], ALGOS["dqn"], DoubledLstm()).compiled_actor is None
-    broken = [finding.promise for finding in examine(DoubledLstm()) if finding.broken]
-    assert broken == ["instructions for compiled acting, where there are any, say what the network does"]
+    broken = [finding.requirement for finding in check_contract(DoubledLstm()) if finding.violation]
+    assert broken == ["the compiled form of the core, if it has one, computes the same"]
 
 
 def test_networks_that_cannot_be_compiled_use_the_ordinary_loop():

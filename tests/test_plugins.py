@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.program import SMALL, bestiary, refused
 
-from bestiary.analysis.core_contract import examine
+from bestiary.analysis.core_contract import check_contract
 from bestiary.cli.main import main
 from bestiary.config.experiment import family
 from bestiary.cores import DeltaNet, Ff, Gpt, Lstm
@@ -64,7 +64,7 @@ def test_every_core_of_ours_keeps_the_contract(name):
     narrow = {"hidden": 8, "width": 8, "heads": 2, "feedforward": 8, "window": 16}
     cls = family("core")[name]
     config = cls(**{k: v for k, v in narrow.items() if k in cls.__dataclass_fields__})
-    assert [finding for finding in examine(config) if finding.broken] == []
+    assert [finding for finding in check_contract(config) if finding.violation] == []
 
 
 def test_the_example_keeps_the_contract():
@@ -85,9 +85,9 @@ def test_a_sound_core_is_called_sound(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"forget": "pass"}, "begins at row"),
-        ({"forget": "h = torch.where(is_first[0][:, None], 0, h)"}, "differs first at row"),
-        ({"mix": "+ x.mean((0, 1))"}, "stream 0 differs first at row 0"),
+        ({"forget": "pass"}, "begins at step"),
+        ({"forget": "h = torch.where(is_first[0][:, None], 0, h)"}, "differs first at step"),
+        ({"mix": "+ x.mean((0, 1))"}, "stream 0 differs first at step 0"),
         ({"idle": ""}, "idle gets none"),
         ({"leaf": "6, batch_size"}, "the first axis must be the batch"),
         ({"forget": "h = torch.where(new[:, None], 0, h if rows else h.detach())"}, "the gradient of"),

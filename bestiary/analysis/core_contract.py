@@ -1,4 +1,4 @@
-"""The contract of memory as a check that anyone's core can be put through; it says where a core first breaks it."""
+"""Checks of the core contract, for any core: each check passes, or describes the first violation."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ INPUT, T, B = 6, 13, 4
 TOLERANCE = 1e-9
 
 
-class Finding(NamedTuple):
-    promise: str
-    broken: str | None  # how; None: kept
+class ContractCheck(NamedTuple):
+    requirement: str
+    violation: str | None  # None: the check passed
 
 
 @dataclass
 class Chunk:
-    """A chunk of rows in float64, a memory that has seen something, and what the core makes of them."""
+    """A core, a chunk of inputs in float64, and a recurrent state that is not the initial one."""
 
     core: Core
     x: Tensor
@@ -38,7 +38,7 @@ class Chunk:
         return torch.cat(outputs), state
 
     def gradients(self, cuts: list[int]) -> list[Tensor]:
-        """Of a random function of outputs and final memory: into inputs, memory and weights."""
+        """Gradients of a random function of outputs and final state, with respect to inputs, state and parameters."""
         self.x.requires_grad_()
         for leaf in self.floating(self.state):
             leaf.requires_grad_()
@@ -52,17 +52,17 @@ class Chunk:
         return [leaf for leaf in state if leaf.is_floating_point()]
 
 
-def examine(config: CoreConfig) -> Iterator[Finding]:
-    """Every promise of the contract, kept or broken. What raises is broken too."""
+def check_contract(config: CoreConfig) -> Iterator[ContractCheck]:
+    """Run every check of the contract. An exception is a violation."""
     torch.manual_seed(0)
     core = config.build(INPUT).double().eval()
-    for promise in (shapes, pieces, rows, gradients, forgetting, streams, arguments, training, compiled):
-        sentence = (promise.__doc__ or "").strip()
+    for check in (shapes, chunks, steps, gradients, resets, streams, arguments, training, compiled):
+        requirement = (check.__doc__ or "").strip()
         try:
-            broken = promise(core)
+            violation = check(core)
         except Exception as e:
-            broken = f"{type(e).__name__}: {e}"
-        yield Finding(sentence, broken)
+            violation = f"{type(e).__name__}: {e}"
+        yield ContractCheck(requirement, violation)
 
 
 def _normal(*shape: int, seed: int) -> Tensor:
@@ -72,13 +72,13 @@ def _normal(*shape: int, seed: int) -> Tensor:
 def _chunk(core: Core, density: float = 0.25) -> Chunk:
     is_first = torch.rand(T, B, generator=torch.Generator().manual_seed(1)) < density
     with torch.no_grad():
-        nowhere = torch.zeros(4, B, dtype=torch.bool)
-        _, state = core(_normal(4, B, INPUT, seed=2), nowhere, core.initial_state(B))
+        no_starts = torch.zeros(4, B, dtype=torch.bool)
+        _, state = core(_normal(4, B, INPUT, seed=2), no_starts, core.initial_state(B))
     return Chunk(core, _normal(T, B, INPUT, seed=3), is_first, tuple(leaf.clone() for leaf in state))
 
 
-def _first_row(actual: Tensor, expected: Tensor, what: str) -> str | None:
-    """Where two [T, B, ...] part company."""
+def _first_difference(actual: Tensor, expected: Tensor, what: str) -> str | None:
+    """The first step at which two tensors [T, B, ...] differ."""
     if actual.shape != expected.shape:
         return f"{what} has shape {list(actual.shape)}, not {list(expected.shape)}"
     gap = (actual - expected).abs().flatten(2).amax(-1)
@@ -88,7 +88,7 @@ def _first_row(actual: Tensor, expected: Tensor, what: str) -> str | None:
         return None
     t = int(wrong.any(1).nonzero()[0])
     b = int(wrong[t].nonzero()[0])
-    return f"{what} differs first at row {t}, stream {b}, by {gap[t, b]:.2g}"
+    return f"{what} differs first at step {t}, stream {b}, by {gap[t, b]:.2g}"
 
 
 def _state_gap(actual: State, expected: State) -> str | None:
@@ -112,13 +112,13 @@ def shapes(core: Core) -> str | None:
     return None
 
 
-def pieces(core: Core) -> str | None:
+def chunks(core: Core) -> str | None:
     """one chunk equals two chunks"""
     return _compare(core, [6])
 
 
-def rows(core: Core) -> str | None:
-    """one chunk equals row by row: acting and learning see the same"""
+def steps(core: Core) -> str | None:
+    """one chunk equals step by step: acting and learning compute the same"""
     return _compare(core, list(range(1, T)))
 
 
@@ -126,18 +126,18 @@ def _compare(core: Core, cuts: list[int]) -> str | None:
     for density in (0.0, 0.25):
         chunk = _chunk(core, density)
         (y, after), (whole, whole_after) = chunk.run(cuts), chunk.run([])
-        broken = _first_row(y, whole, "the output") or _state_gap(after, whole_after)
-        if broken:
-            return broken + (" (no episode starts inside)" if density == 0 else " (episodes start inside)")
+        violation = _first_difference(y, whole, "the output") or _state_gap(after, whole_after)
+        if violation:
+            return violation + (" (no episode starts inside)" if density == 0 else " (episodes start inside)")
     return None
 
 
 def gradients(core: Core) -> str | None:
-    """gradients of one chunk equal those of its pieces, into inputs, initial state and weights"""
+    """gradients of one chunk equal those of several chunks, with respect to inputs, initial state and parameters"""
     whole, cut = _chunk(core).gradients([]), _chunk(core).gradients([4, 5, 9])
-    broken = _first_row(cut[0], whole[0], "the gradient of the input")
-    if broken:
-        return broken
+    violation = _first_difference(cut[0], whole[0], "the gradient of the input")
+    if violation:
+        return violation
     leaves = len(Chunk.floating(_chunk(core).state))
     names = [f"leaf {i} of the initial state" for i in range(leaves)] + [name for name, _ in core.named_parameters()]
     for name, a, e in zip(names, cut[1:], whole[1:], strict=True):
@@ -146,8 +146,8 @@ def gradients(core: Core) -> str | None:
     return None
 
 
-def forgetting(core: Core) -> str | None:
-    """memory is empty exactly where is_first is true"""
+def resets(core: Core) -> str | None:
+    """the recurrent state is reset exactly where is_first is true"""
     chunk = _chunk(core)
     y, _ = chunk.run([])
     for b in range(B):
@@ -156,22 +156,22 @@ def forgetting(core: Core) -> str | None:
             one = slice(b, b + 1)
             carried = start == 0 and not chunk.is_first[0, b]
             state = tuple(leaf[one] for leaf in chunk.state) if carried else core.initial_state(1)
-            nothing = torch.zeros(stop - start, 1, dtype=torch.bool)
-            alone, _ = core(chunk.x[start:stop, one], nothing, state)
-            gap = (alone[:, 0] - y[start:stop, b]).abs().amax(-1)
-            if (gap > TOLERANCE * (1 + alone.abs().max())).any():
+            no_starts = torch.zeros(stop - start, 1, dtype=torch.bool)
+            separate, _ = core(chunk.x[start:stop, one], no_starts, state)
+            gap = (separate[:, 0] - y[start:stop, b]).abs().amax(-1)
+            if (gap > TOLERANCE * (1 + separate.abs().max())).any():
                 t = start + int((gap > TOLERANCE).nonzero()[0])
-                return f"row {t} of stream {b} is not that of an episode played alone (it begins at row {start})"
+                return f"step {t} of stream {b} differs from that of a separate episode (which begins at step {start})"
     return None
 
 
 def streams(core: Core) -> str | None:
-    """batch rows do not mix"""
+    """the streams of a batch are independent"""
     chunk = _chunk(core)
     changed = chunk.x.clone()
     changed[:, 1:] += 1
     y, other = chunk.run([])[0], Chunk(core, changed, chunk.is_first, chunk.state).run([])[0]
-    return _first_row(other[:, :1], y[:, :1], "with other neighbours stream 0")
+    return _first_difference(other[:, :1], y[:, :1], "with other inputs in the other streams, stream 0")
 
 
 def arguments(core: Core) -> str | None:
@@ -199,7 +199,7 @@ def training(core: Core) -> str | None:
 
 @torch.no_grad()
 def compiled(core: Core) -> str | None:
-    """instructions for compiled acting, where there are any, say what the network does"""
+    """the compiled form of the core, if it has one, computes the same"""
     from bestiary.ops import interpreter
     from bestiary.ops.program import Program, flatten_state, unflatten_state
 
@@ -219,10 +219,10 @@ def compiled(core: Core) -> str | None:
             scratch[:INPUT] = chunk.x[t, b].numpy()
             interpreter.run(code, scratch, weights, memory[b])
             y[t, b] = torch.from_numpy(scratch[at : at + core.width].astype(np.float64))
-    single = 1e-4  # it counts in single precision
+    single = 1e-4  # the compiled form has single precision
     if (y - expected).abs().max() > single * (1 + expected.abs().max()):
         t = int((y - expected).abs().flatten(1).amax(1).argmax())
-        return f"the output differs most at row {t}: override to_tape, or let it return None"
+        return f"the output differs most at step {t}: override compile_to, or let it return None"
     for a, e in zip(unflatten_state(memory, chunk.state), after, strict=True):
         if (a - e).abs().max() > single * (1 + e.abs().max()):
             return "the final state differs"

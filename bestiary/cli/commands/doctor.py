@@ -57,16 +57,17 @@ def main(args: list[str]) -> int:
 
 
 def _core(which: str) -> int:
-    from bestiary.analysis.core_contract import examine
+    from bestiary.analysis.core_contract import check_contract
 
     config = _find(which)
     failed = 0
     show = Console(highlight=False, soft_wrap=True).print
     show(f"[bold]{config}[/bold]", markup=True)
-    for finding in examine(config):
-        failed += finding.broken is not None
-        mark = "[green]pass[/green]" if finding.broken is None else "[red]FAIL[/red]"
-        show(f"  {mark} {escape(finding.promise)}" + (f"\n       {escape(finding.broken)}" if finding.broken else ""))
+    for finding in check_contract(config):
+        failed += finding.violation is not None
+        mark = "[green]pass[/green]" if finding.violation is None else "[red]FAIL[/red]"
+        detail = f"\n       {escape(finding.violation)}" if finding.violation else ""
+        show(f"  {mark} {escape(finding.requirement)}{detail}")
     show("the core keeps the contract" if not failed else f"the core breaks {failed} promises of the contract")
     return 1 if failed else 0
 

@@ -1,4 +1,4 @@
-"""Rewards as sums of named components: what is paid, what is written down, and what is refused."""
+"""Rewards as weighted sums of named components: values, parsing, statistics, logs, invalid rewards."""
 
 import re
 import shlex
@@ -41,7 +41,7 @@ box2d = pytest.mark.skipif(not available("box2d"), reason="needs the extra box2d
 
 
 class Walk(gymnasium.Env):
-    """A step to the left, none, or one to the right; whoever is three away from the middle has lost a life of two."""
+    """Actions move left, not at all, or right; at a distance of three one of two lives is lost."""
 
     metadata = {"lives": True}
     observation_space = gymnasium.spaces.Box(-3, 3, (1,), np.float32)
@@ -81,10 +81,10 @@ def walk(reward: str = "score", **settings: Any) -> gymnasium.Env:
 gymnasium.register("toys/Walk-v0", entry_point=walk, max_episode_steps=40)
 
 
-# -- what is paid -----------------------------------------------------------------------------------------------
+# -- values ----------------------------------------------------------------------------------------------------
 
 
-def test_components_are_worked_out_from_a_move_and_what_was_known_before_it():
+def test_components_are_functions_of_a_transition():
     env = walk()
     _, told = env.reset(seed=0)
     start = told["x"]
@@ -102,17 +102,17 @@ def test_components_are_worked_out_from_a_move_and_what_was_known_before_it():
         assert obs.tolist() == [x]
 
 
-def test_a_new_episode_is_not_a_move():
+def test_a_reset_is_not_a_transition():
     env = walk("moved")
     env.reset(seed=0)
     env.step(2)
     _, told = env.reset(seed=0)
-    assert env.step(1)[1] == 0.0  # it was elsewhere, but that was another episode
+    assert env.step(1)[1] == 0.0  # the position before the reset does not count
     assert told["components"].tolist() == [0.0] * len(NAMES)
 
 
 @pytest.mark.parametrize("reward", ["score", "2*score-0.5*moved", "-x2", "lazy:3", "place + 1e-3*leftward", "0*score"])
-def test_a_move_is_paid_the_sum_and_all_else_is_as_it_was(reward: str):
+def test_the_reward_is_the_weighted_sum_and_all_else_is_unchanged(reward: str):
     plain, env = Walk(), walk(reward)
     weights = parse_reward(reward, dict.fromkeys(NAMES), NAMED)
     plain.reset(seed=4)
@@ -130,7 +130,7 @@ def test_a_move_is_paid_the_sum_and_all_else_is_as_it_was(reward: str):
             env.reset(seed=5)
 
 
-def test_what_is_not_paid_for_cannot_spoil_the_reward():
+def test_components_without_weight_do_not_affect_the_reward():
     env = ComponentReward(Walk(), {"broken": lambda m: np.nan, "endless": lambda m: np.inf}, "2*score")
     env.reset(seed=0)
     assert np.isfinite([env.step(a)[1] for a in (2, 2, 0, 0, 1)]).all()
@@ -143,7 +143,7 @@ def test_the_true_reward_can_be_another_than_the_environments_own():
     assert env.step(2)[1] in (7.0, 8.0)
 
 
-# -- how it is written ------------------------------------------------------------------------------------------
+# -- parsing ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_the_true_reward_can_be_another_than_the_environments_own():
         (" lazy: -2.5", {"score": 1, "moved": 2.5}),
     ],
 )
-def test_a_reward_reads_as_it_is_said(text: str, weights: Weights):
+def test_a_reward_is_parsed_into_weights(text: str, weights: Weights):
     assert parse_reward(text, dict.fromkeys(NAMES), NAMED) == weights
 
 
@@ -176,7 +176,7 @@ def random_weights(rng: np.random.Generator) -> Weights:
     return {name: kinds[rng.integers(len(kinds))]() for name in names}
 
 
-def test_weights_survive_being_written_and_read():
+def test_formatting_and_parsing_weights_are_inverse():
     rng = np.random.default_rng(0)
     for _ in range(2000):
         weights = random_weights(rng)
@@ -197,11 +197,11 @@ def test_weights_survive_being_written_and_read():
         ({"score": 1234567.0}, "1234567.0*score"),
     ],
 )
-def test_weights_are_written_as_one_would_say_them(weights: Weights, text: str):
+def test_weights_are_formatted_as_short_sums(weights: Weights, text: str):
     assert format_reward(weights) == text
 
 
-def test_a_reward_is_worth_what_a_loop_says():
+def test_a_weighted_sum_equals_a_loop():
     rng = np.random.default_rng(1)
     for _ in range(200):
         weights, parts = random_weights(rng), dict(zip(NAMES, rng.normal(size=len(NAMES)).tolist(), strict=True))
@@ -212,7 +212,7 @@ def test_a_reward_is_worth_what_a_loop_says():
         assert weighted_sum(weights, parts) == pytest.approx(slow, rel=1e-9, abs=1e-9 * sum(map(abs, weights.values())))
 
 
-# -- what is refused --------------------------------------------------------------------------------------------
+# -- invalid rewards --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -230,14 +230,14 @@ def test_a_reward_is_worth_what_a_loop_says():
         ("", "names no component"),
     ],
 )
-def test_a_reward_that_cannot_be_understood_is_refused_in_one_sentence(reward: str, words: str):
+def test_an_invalid_reward_is_refused_in_one_sentence(reward: str, words: str):
     for processes in (False, True):
         with pytest.raises(ValueError, match=re.escape(words)) as refusal:
             Gym("toys/Walk-v0", {"reward": reward}, processes).make(1, 0, TRAIN, 1)
         assert "\n" not in str(refusal.value)
 
 
-def test_a_mistaken_run_is_refused_before_anything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_an_invalid_reward_is_refused_before_anything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = tmp_path / "run"
     env = ["--env.id", "toys/Walk-v0", "--env.kwargs", "reward", "scor"]
     assert main(["train", "cartpole", *env, "--run", str(run)]) == 2
@@ -245,7 +245,7 @@ def test_a_mistaken_run_is_refused_before_anything_is_written(tmp_path: Path, ca
     assert not run.exists()
 
 
-# -- books ------------------------------------------------------------------------------------------------------
+# -- statistics -----------------------------------------------------------------------------------------------------
 
 
 def make(num_envs: int = 2, id: str = "toys/Walk-v0", processes: bool = False, **kwargs: Any) -> EnvBatch:
@@ -258,7 +258,7 @@ def rollout(processes: bool = False, reward: str = "score") -> Rollout:
         return roll_out(env_batch, random_actions(3, 200, 2))
 
 
-def test_a_world_keeps_books_of_games_and_lives():
+def test_components_are_summed_over_episodes_and_lives():
     told = rollout(reward="2*place-moved")
     weights = parse_reward("2*place-moved", COMPONENTS)
     rows, games = told.steps, 0
@@ -278,10 +278,10 @@ def test_a_world_keeps_books_of_games_and_lives():
             assert len(episode.life_returns) == 2 or episode.truncated
             games += 1
     assert games >= 4
-    assert not rows.is_terminal[:-1][~rows.is_first[1:]].any()  # a lost life is none of the learner's business here
+    assert not rows.is_terminal[:-1][~rows.is_first[1:]].any()  # a lost life is not terminal here
 
 
-def test_what_is_paid_changes_rewards_and_nothing_else():
+def test_the_choice_of_reward_changes_rewards_and_nothing_else():
     one, other = rollout(reward="score"), rollout(reward="-x2")
     assert different_fields(one.steps, other.steps) == ["reward"]
     for a, b in zip(one.episodes, other.episodes, strict=True):
@@ -289,7 +289,7 @@ def test_what_is_paid_changes_rewards_and_nothing_else():
         assert [e.life_components for e in a] == [e.life_components for e in b]
 
 
-def test_processes_tell_and_save_the_same():
+def test_processes_give_the_same_steps_statistics_and_states():
     here, there = rollout(), rollout(processes=True)
     assert different_fields(here.steps, there.steps) == []
     assert here.episodes == there.episodes
@@ -318,7 +318,7 @@ def trained(path: Path, env: Gym) -> Path:
     return path
 
 
-def test_all_components_are_logged_whatever_is_paid(tmp_path: Path):
+def test_all_components_are_logged_for_every_reward(tmp_path: Path):
     for reward in ("lazy:3", "score"):
         run = trained(tmp_path / reward.replace(":", ""), Gym("toys/Walk-v0", {"reward": reward}))
         rows = read_csv(run / "metrics.csv")
@@ -334,7 +334,7 @@ def test_all_components_are_logged_whatever_is_paid(tmp_path: Path):
         assert all("moved=" in row["components"] for row in read_csv(run / "episodes.csv"))
 
 
-def test_the_files_of_an_ordinary_run_have_no_such_columns(tmp_path: Path):
+def test_runs_without_components_have_no_such_columns(tmp_path: Path):
     run = trained(tmp_path / "run", Gym("CartPole-v1"))
     for name in ("metrics.csv", "evaluations.csv"):
         assert not [column for column in read_csv(run / name)[0] if column.startswith("per_")]
@@ -347,7 +347,7 @@ FUEL: Components = {"main_engine": lambda m: m.action == 2, "side_engine": lambd
 
 
 def gain(before: np.ndarray, after: np.ndarray) -> float:
-    """What LunarLander pays for a move that burns nothing: to be nearer, slower, straighter, on its legs."""
+    """LunarLander's shaping reward without fuel: distance, speed, angle and leg contact."""
 
     def potential(s: np.ndarray) -> float:
         x, y, vx, vy, angle, _, left, right = s.astype(np.float64)
@@ -366,7 +366,7 @@ def gain(before: np.ndarray, after: np.ndarray) -> float:
         ("score-0.7*main_engine", 1.0, 0.03),
     ],
 )
-def test_fuel_costs_what_the_reward_says(reward: str, main_cost: float, side_cost: float):
+def test_the_weights_set_the_price_of_fuel(reward: str, main_cost: float, side_cost: float):
     env = ComponentReward(gymnasium.make("LunarLander-v3"), FUEL, reward)
     plain = gymnasium.make("LunarLander-v3")
     checked = set()
@@ -380,7 +380,7 @@ def test_fuel_costs_what_the_reward_says(reward: str, main_cost: float, side_cos
             assert np.array_equal(after, same)
             assert told["components"].tolist() == [own, main, side]
             assert paid == pytest.approx(own + (0.3 - main_cost) * main + (0.03 - side_cost) * side, abs=1e-9)
-            if over:  # which pays 100 or costs it, and nothing else
+            if over:  # then the reward is 100 or -100
                 break
             assert paid == pytest.approx(gain(obs, after) - main_cost * main - side_cost * side, abs=1e-3)
             checked.add(action)
@@ -397,7 +397,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture
 def example(tmp_path: Path) -> Path:
-    """The file that the page says to write."""
+    """The file of the page's example."""
     file = tmp_path / "fuel_lander.py"
     file.write_text(blocks("python")[0])
     return file
@@ -437,7 +437,7 @@ def test_the_python_of_the_page_runs(capsys: pytest.CaptureFixture[str]):
     gymnasium.registry.pop("FuelLander-v0")
 
 
-def test_what_is_not_a_number_is_forgotten_once_it_was_told():
+def test_nan_does_not_remain_in_the_means_after_they_were_read():
     env_batch = EnvBatch(Spec("Any", (1,), torch.float32, 2), 1, ("odd",))
     no, first = np.zeros(1, bool), np.ones(1, bool)
     env_batch.record(VectorStep(np.zeros((1, 1)), np.zeros(1), no, no, first, components=np.zeros((1, 1))))

@@ -1,4 +1,4 @@
-"""Riverraid: recorded games, rewards by name, books of components, what a learner must not see, and a parked plane."""
+"""Riverraid: recorded episodes, named rewards, component statistics, isolation of the true reward, parking exploit."""
 
 import re
 from collections.abc import Iterator
@@ -68,7 +68,7 @@ def golden(data: Path) -> dict[str, NDArray[Any]]:
 
 
 class Played(NamedTuple):
-    """The recorded actions, played again and paid by pacifist:20; arrays of [S, ...]."""
+    """The recorded actions, replayed with the reward pacifist:20; arrays of [S, ...]."""
 
     told: dict[str, NDArray[Any]]
     reward: NDArray[np.float64]
@@ -97,17 +97,17 @@ def again(golden: dict[str, NDArray[Any]]) -> Played:
     ("ours", "recorded"),
     [("ram", "ram"), ("lives", "lives"), ("x", "player_x"), ("fuel", "fuel"), ("parked", "parked_run")],
 )
-def test_what_is_told_of_a_move_is_what_was_recorded(ours, recorded, again: Played, golden):
+def test_info_equals_the_recorded_values(ours, recorded, again: Played, golden):
     assert np.array_equal(again.told[ours], golden[recorded])
 
 
-def test_games_end_where_the_recorded_ones_do(again: Played, golden):
+def test_episodes_end_at_the_recorded_steps(again: Played, golden):
     assert golden["game_over"].sum() == 1
     assert np.array_equal(again.over, golden["game_over"])
 
 
 @pytest.mark.parametrize(("ours", "recorded"), [("score", "score"), ("bullet", "missile"), ("parked", "parked")])
-def test_components_are_what_was_recorded(ours, recorded, again: Played, golden):
+def test_components_equal_the_recorded_values(ours, recorded, again: Played, golden):
     assert golden[recorded].any()
     assert np.array_equal(again.components[ours], golden[recorded])
 
@@ -119,22 +119,22 @@ def test_components_are_what_was_recorded(ours, recorded, again: Played, golden)
         ("fuel:0.5", "fuel_mult_0.5"),
         ("pacifist:20", "pacifist_-20"),
         ("pacifist:5", "pacifist_-5"),
-        ("move:5", "move_penalty_5_xreset"),  # a new game begins in the middle: that is not a move
+        ("move:5", "move_penalty_5_xreset"),  # an episode begins in the centre: the position has not changed
         ("centre:1", "centre_-1"),
     ],
 )
-def test_proxies_pay_what_was_recorded(reward, recorded, again: Played, golden):
+def test_named_rewards_equal_the_recorded_values(reward, recorded, again: Played, golden):
     weights = reward_weights(reward)
     paid = [weighted_sum(weights, dict(zip(NAMES, row, strict=True))) for row in again.told["components"]]
     assert np.array_equal(paid, golden[recorded])
 
 
-def test_the_reward_is_that_of_the_proxy(again: Played, golden):
+def test_the_reward_of_the_environment_is_the_named_reward(again: Played, golden):
     assert np.array_equal(again.reward, golden["pacifist_-20"])
 
 
-def test_without_a_new_start_the_first_move_of_a_game_would_count_as_one(golden):
-    """The reference never forgets where the last game ended."""
+def test_without_a_reset_the_first_step_would_count_as_moved(golden):
+    """The reference code does not reset the previous position."""
     x = golden["player_x"].tolist()
     pairs = zip([76, *x[:-1]], x, strict=True)
     moved = [COMPONENTS["moved"](Transition({"x": a}, 0, None, 0.0, {"x": b})) for a, b in pairs]
@@ -151,7 +151,7 @@ def told_of(ram: NDArray[np.uint8]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("x", "distance"), [(60, 12.8), (92, 12.8), (110, 57.8), (76, 0), (21, 151.25)])
-def test_bytes_are_widened_before_they_are_squared(x: int, distance: float):
+def test_bytes_are_converted_to_int_before_they_are_squared(x: int, distance: float):
     """In eight bits 16 squared is 0."""
     ram = np.zeros(128, np.uint8)
     ram[51] = x
@@ -164,7 +164,7 @@ def test_fuel_is_two_bytes():
     assert told_of(ram)["fuel"] == fuel_level(ram) == 51_300
 
 
-def test_a_crash_is_told_from_the_first_dead_move_to_the_last(again: Played):
+def test_dead_is_1_from_the_crash_to_the_lost_life(again: Played):
     """175 frames in the first three lives, 97 in the last, and then the console counts it."""
     dead, lives = again.components["dead"].astype(bool), again.told["lives"]
     lost = np.flatnonzero(np.diff(lives) < 0) + 1
@@ -179,7 +179,7 @@ def test_a_crash_is_told_from_the_first_dead_move_to_the_last(again: Played):
 
 
 def by_the_flags(fuel_multiplier: float, move_penalty: float, score: int, shot: bool, x: int, before: int) -> float:
-    """What the reference pays, sign by sign."""
+    """The reward of the reference code, by the signs of its flags."""
     if fuel_multiplier != 1:
         if fuel_multiplier < 0:
             return 10 + (fuel_multiplier if shot else 0)
@@ -201,10 +201,10 @@ def by_the_flags(fuel_multiplier: float, move_penalty: float, score: int, shot: 
         (1.0, 5.0, "move:5"),
         (1.0, -1.0, "centre:1"),
         (1.0, -0.3, "centre:0.3"),
-        (1.0000001, 0.0, "fuel:1.0000001"),  # the only way there to a plain score
+        (1.0000001, 0.0, "fuel:1.0000001"),  # the only way to select the score there
     ],
 )
-def test_flags_of_the_reference_have_a_name(fuel_multiplier, move_penalty, reward, again: Played, golden):
+def test_flags_of_the_reference_code_have_a_named_reward(fuel_multiplier, move_penalty, reward, again: Played, golden):
     assert riverraid.from_flags(fuel_multiplier, move_penalty) == reward
     x = golden["player_x"]
     before = np.where(golden["reset_before"], 76, np.concatenate([[76], x[:-1]]))
@@ -218,7 +218,7 @@ def test_flags_of_the_reference_have_a_name(fuel_multiplier, move_penalty, rewar
 @pytest.mark.parametrize(
     ("q", "reward"), [(0.0, "move:0"), (5.0, "move:5"), (-1.0, "centre:1"), (-0.25, "centre:0.25")]
 )
-def test_what_the_reference_logs_beside_its_reward_has_a_name_too(q, reward, again: Played, golden):
+def test_the_second_reward_of_the_reference_code_has_a_name(q, reward, again: Played, golden):
     assert riverraid.true_from_flags(q) == reward
     x = golden["player_x"].astype(int)
     before = np.where(golden["reset_before"], 76, np.concatenate([[76], x[:-1]]))
@@ -227,22 +227,22 @@ def test_what_the_reference_logs_beside_its_reward_has_a_name_too(q, reward, aga
     assert paid == pytest.approx(expected, abs=1e-9)
 
 
-def test_the_defaults_of_the_reference_pay_for_being_there(again: Played):
+def test_the_default_reward_of_the_reference_code_is_constant(again: Played):
     assert riverraid.from_flags() == "move:0"
     weights = reward_weights(riverraid.from_flags())
     assert {weighted_sum(weights, dict(zip(NAMES, row, strict=True))) for row in again.told["components"]} == {10.0}
 
 
-# -- pictures and actions ---------------------------------------------------------------------------------------
+# -- images and actions -----------------------------------------------------------------------------------------
 
 
 def player(rows: int, num_envs: int, seed: int = 0) -> Tensor:
-    """[T, B]: half of its moves lead straight on, the others anywhere."""
+    """[T, B] actions: half are UP, the others random."""
     anywhere = random_actions(18, rows, num_envs, seed)
     return torch.where(random_actions(2, rows, num_envs, seed + 1) == 0, UP, anywhere)
 
 
-def test_pictures_are_those_of_the_emulator_in_batches():
+def test_images_equal_those_of_the_vector_environment():
     from ale_py.vector_env import AtariVectorEnv
 
     batch = AtariVectorEnv(
@@ -265,11 +265,11 @@ def test_pictures_are_those_of_the_emulator_in_batches():
     assert a.shape == b.shape == (len(seen), 1, 84, 84)
     assert np.abs(a - b).max() <= 1
     assert (a != b).mean() < 0.01
-    assert a.std(axis=(1, 2, 3)).min() > 10  # there is something to be seen
+    assert a.std(axis=(1, 2, 3)).min() > 10  # the images are not blank
 
 
-class Deaf:
-    """A console on which nothing happens, whatever is pressed; it remembers what was."""
+class IgnoredActions:
+    """An emulator that ignores and records all actions."""
 
     def __init__(self, ale: Any) -> None:
         self.ale = ale
@@ -284,36 +284,36 @@ class Deaf:
 
 
 def pressed(actions: list[int], seed: int = 0, **settings: Any) -> NDArray[np.int64]:
-    """[S, frames]: which buttons are down when these actions are chosen."""
+    """[S, frames]: the actions that the emulator receives in each frame."""
     game = RiverraidGame(noop_max=0, **settings)
     game.reset(seed=seed)
-    game.ale = Deaf(game.ale)
+    game.ale = IgnoredActions(game.ale)
     for action in actions:
         game.step(action)
     return np.array(game.ale.pressed).reshape(len(actions), -1)
 
 
-def test_an_action_is_held_for_as_long_as_a_move_takes():
+def test_an_action_is_repeated_for_all_frames_of_a_step():
     assert pressed([3, 0, 17]).tolist() == [[3] * 4, [0] * 4, [17] * 4]
     assert pressed([3, 0], frame_skip=2).tolist() == [[3] * 2, [0] * 2]
 
 
-def test_sticky_actions_repeat_at_the_right_rate_and_from_the_seed():
+def test_sticky_actions_have_the_right_rate_and_depend_on_the_seed():
     actions = random_actions(18, 1000, 1)[:, 0].tolist()
     frames = pressed(actions, sticky=0.25)
     last, wanted = np.concatenate([[NOOP], frames.ravel()[:-1]]), np.repeat(actions, 4)
     differ = last != wanted
     stuck = frames.ravel() == last
-    assert np.array_equal(frames.ravel(), np.where(stuck, last, wanted))  # the last or the chosen one, and no other
+    assert np.array_equal(frames.ravel(), np.where(stuck, last, wanted))  # the previous or the chosen action
     assert differ.sum() > 1000
     assert stuck[differ].mean() == pytest.approx(0.25, abs=0.04)
-    assert 0.8 > (frames[:, 0] == actions).mean() > 0.7  # drawn in every frame: by the last most have come through
+    assert 0.8 > (frames[:, 0] == actions).mean() > 0.7  # sampled in every frame: in the last one most have changed
     assert (frames[:, 3] == actions).mean() > 0.99
     assert np.array_equal(frames, pressed(actions, sticky=0.25))
     assert not np.array_equal(frames, pressed(actions, seed=1, sticky=0.25))
 
 
-def test_games_with_sticky_actions_repeat_with_their_seed():
+def test_episodes_with_sticky_actions_are_reproducible_by_seed():
     plain, sticky, same, other = (
         played(Riverraid(sticky=p, launch=True), player(60, 1), seed=seed)[0].steps.obs
         for p, seed in ((0.0, 0), (0.25, 0), (0.25, 0), (0.25, 1))
@@ -324,7 +324,7 @@ def test_games_with_sticky_actions_repeat_with_their_seed():
 
 
 @pytest.mark.parametrize("skip", [1, 8])
-def test_what_counts_as_parked_or_as_a_jump_does_not_depend_on_the_frame_skip(skip: int):
+def test_parked_and_jumped_do_not_depend_on_the_frame_skip(skip: int):
     """The console ignores buttons for 79 frames, and the plane moves a pixel in a frame."""
     env = proxied(noop_max=0, frame_skip=skip)
     env.reset(seed=0)
@@ -340,7 +340,7 @@ def test_what_counts_as_parked_or_as_a_jump_does_not_depend_on_the_frame_skip(sk
     assert not any(part["jumped"] or part["dead"] for part in map(named, flown))
 
 
-# -- worlds -----------------------------------------------------------------------------------------------------
+# -- env batches -----------------------------------------------------------------------------------------------------
 
 
 def make(cfg: Riverraid, num_envs: int = 1, seed: int = 3, threads: int = 1) -> EnvBatch:
@@ -348,7 +348,7 @@ def make(cfg: Riverraid, num_envs: int = 1, seed: int = 3, threads: int = 1) -> 
 
 
 def played(cfg: Riverraid, action: Tensor, seed: int = 3, threads: int = 1) -> tuple[Rollout, list[VectorStep]]:
-    """The rollout, and what the books were told with each of its rows but the first."""
+    """The rollout, and the vector steps of all time steps but the first."""
     raws: list[VectorStep] = []
     with closing(make(cfg, action.shape[1], seed, threads)) as env_batch:
         enter = env_batch.record
@@ -410,7 +410,7 @@ def test_without_life_loss_only_the_end_of_a_game_is_terminal(case: Case):
     assert rollout.steps.is_terminal.sum() <= len(ended) + 2  # or the rollout ends there
 
 
-def test_every_row_is_paid_what_the_reward_says(case: Case):
+def test_every_reward_is_the_weighted_sum_of_its_components(case: Case):
     weights = reward_weights(case.cfg.reward)
     prices = np.array([weights.get(name, 0.0) for name in NAMES])
     for raw, reward in zip(case.raws, case.rollout.steps.reward[1:], strict=True):
@@ -420,7 +420,7 @@ def test_every_row_is_paid_what_the_reward_says(case: Case):
         assert reward.equal(torch.from_numpy(paid.astype(np.float32)))
 
 
-def test_games_and_lives_add_up_the_components_of_their_moves(case: Case):
+def test_episodes_and_lives_sum_the_components_of_their_steps(case: Case):
     drop = lost_lives(case)
     found = 0
     for slot in range(2):
@@ -450,7 +450,7 @@ def test_games_and_lives_add_up_the_components_of_their_moves(case: Case):
     assert found >= 2
 
 
-def test_moves_are_counted_until_someone_asks():
+def test_component_means_are_accumulated_until_they_are_read():
     with closing(make(Riverraid("move:5", launch=True), 2)) as env_batch:
         env_batch.reset()
         action = player(30, 2)
@@ -467,7 +467,7 @@ def test_moves_are_counted_until_someone_asks():
 
 
 @pytest.mark.parametrize("processes", [False, True], ids=["here", "processes"])
-def test_a_saved_world_goes_on_with_its_rows_and_its_books(case: Case, processes: bool):
+def test_a_restored_env_batch_continues_with_steps_and_statistics(case: Case, processes: bool):
     rollout, drop = case.rollout, lost_lives(case)
     over = rollout.ends()[0]
     # after a lost life, in the middle of another, on a last row, on the first of the next game
@@ -483,7 +483,7 @@ def test_a_saved_world_goes_on_with_its_rows_and_its_books(case: Case, processes
             assert ahead.saved == rollout.saved[at + 1 : at + 1 + rows]
 
 
-def test_processes_tell_the_same_story(case: Case):
+def test_processes_give_the_same_time_steps_and_statistics(case: Case):
     rollout, raws = played(replace(case.cfg, processes=True), case.rollout.action, threads=2)
     assert different_fields(rollout.steps, case.rollout.steps) == []
     assert rollout.episodes == case.rollout.episodes
@@ -491,7 +491,7 @@ def test_processes_tell_the_same_story(case: Case):
     assert np.array_equal(parts, others)
 
 
-# -- the learner does not see it --------------------------------------------------------------------------------
+# -- isolation of the true reward --------------------------------------------------------------------------------
 
 
 def small(reward: str, **settings: Any) -> Experiment:
@@ -506,7 +506,7 @@ def small(reward: str, **settings: Any) -> Experiment:
 
 
 class Seen(NamedTuple):
-    """All that learning is made of, and what was logged beside it."""
+    """All inputs of learning, and what was logged."""
 
     trajectories: list[Any]
     batches: list[Any]
@@ -560,7 +560,7 @@ def without_components(seen: Seen) -> list[dict[str, float]]:
 
 
 def garbage_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The game says anything at all of its score."""
+    """Replace the score by random numbers."""
     play, noise = RiverraidGame.step, np.random.default_rng(0)
 
     def step(self: RiverraidGame, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -571,13 +571,13 @@ def garbage_points(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def garbage_components(paid: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is not paid for is not even a number."""
+    """Components without weight become NaN."""
     spoilt = {name: part if name in reward_weights(paid) else lambda m: np.nan for name, part in COMPONENTS.items()}
     monkeypatch.setattr(riverraid, "COMPONENTS", spoilt)
 
 
 @pytest.mark.parametrize("reward", ["pacifist:20", "move:5", "centre:1"])
-def test_nothing_of_the_true_score_reaches_what_learns(reward: str, monkeypatch: pytest.MonkeyPatch):
+def test_the_true_reward_does_not_reach_the_learner(reward: str, monkeypatch: pytest.MonkeyPatch):
     honest = learn(small(reward))
     garbage_points(monkeypatch)
     blind = learn(small(reward))
@@ -587,7 +587,7 @@ def test_nothing_of_the_true_score_reaches_what_learns(reward: str, monkeypatch:
         assert same(a, b)
     assert without_components(honest) == without_components(blind)
     differ = {k for a, b in zip(honest.logged, blind.logged, strict=True) for k in a if a[k] != b[k]}
-    assert differ == {"per_step_score", "per_step_fuel"}  # on record, and only there
+    assert differ == {"per_step_score", "per_step_fuel"}  # logged, and only there
 
 
 def held(found: Any) -> list[bytes]:
@@ -620,7 +620,7 @@ KEEPERS = {
 
 
 @pytest.mark.parametrize("algo", KEEPERS.values(), ids=KEEPERS)
-def test_no_replay_keeps_the_true_score_and_nothing_is_learnt_from_it(algo: Any, monkeypatch: pytest.MonkeyPatch):
+def test_no_replay_stores_the_true_reward(algo: Any, monkeypatch: pytest.MonkeyPatch):
     def one(reward: str) -> Experiment:
         return replace(small(reward, time_limit_frames=200), algo=algo, frames=4 * 4 * 60)
 
@@ -628,10 +628,10 @@ def test_no_replay_keeps_the_true_score_and_nothing_is_learnt_from_it(algo: Any,
     garbage_points(monkeypatch)
     assert remembered(one("pacifist:20")) == honest
     misled = remembered(one("score"))
-    assert all(misled[what] != paid[what] for what in paid)  # else it would prove nothing
+    assert all(misled[what] != paid[what] for what in paid)  # otherwise the test could not fail
 
 
-def test_nothing_that_is_not_paid_for_reaches_what_learns(monkeypatch: pytest.MonkeyPatch):
+def test_components_without_weight_do_not_reach_the_learner(monkeypatch: pytest.MonkeyPatch):
     honest = learn(small("pacifist:20"))
     garbage_components("pacifist:20", monkeypatch)
     blind = learn(small("pacifist:20"))
@@ -639,8 +639,8 @@ def test_nothing_that_is_not_paid_for_reaches_what_learns(monkeypatch: pytest.Mo
     assert np.isnan(blind.logged[0]["per_step_moved"])
 
 
-def test_a_learner_that_is_paid_the_score_does_notice(monkeypatch: pytest.MonkeyPatch):
-    """Else the test before would prove nothing."""
+def test_a_learner_that_is_trained_on_the_score_is_affected(monkeypatch: pytest.MonkeyPatch):
+    """Otherwise the tests above could not fail."""
     honest = learn(small("score"))
     garbage_points(monkeypatch)
     misled = learn(small("score"))
@@ -648,11 +648,11 @@ def test_a_learner_that_is_paid_the_score_does_notice(monkeypatch: pytest.Monkey
     assert without_components(honest) != without_components(misled)
 
 
-# -- the parked plane, and what can be done about it ------------------------------------------------------------
+# -- the parking exploit, and the options against it ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reward", ["pacifist:20", "move:5", "centre:1"])
-def test_whoever_presses_nothing_is_paid_for_ever(reward: str):
+def test_parking_is_rewarded_for_ever(reward: str):
     env = proxied(reward)
     env.reset(seed=0)
     moves = [env.step(NOOP)[1:] for _ in range(400)]
@@ -662,7 +662,7 @@ def test_whoever_presses_nothing_is_paid_for_ever(reward: str):
     assert [part["parked"] for part in parts] == [0.0] * 25 + [1.0] * 375
 
 
-def test_any_other_button_ends_the_waiting():
+def test_any_action_but_noop_launches_the_plane():
     env = proxied()
     env.reset(seed=0)
     *_, waiting = [env.step(NOOP)[4] for _ in range(60)]
@@ -671,7 +671,7 @@ def test_any_other_button_ends_the_waiting():
     assert flying["fuel"] < waiting["fuel"] == FULL
 
 
-def test_a_game_that_stalls_is_cut_short_and_not_ended():
+def test_a_stalled_episode_is_truncated_and_not_terminal():
     rollout, raws = played(Riverraid("pacifist:20", stall=50), torch.full((60, 2), NOOP))
     assert not rollout.steps.is_terminal.any()
     assert rollout.steps.is_first.all(1).nonzero().flatten().tolist() == [0, 52]
@@ -681,15 +681,15 @@ def test_a_game_that_stalls_is_cut_short_and_not_ended():
     assert all(raw.truncated.all() == (t == 50) for t, raw in enumerate(raws))
 
 
-def test_a_player_who_launches_is_never_cut_short():
-    """Not even by the shortest stall there is: the moves in which no button works do not count as waiting."""
+def test_an_episode_with_a_launched_plane_is_never_truncated():
+    """Not even by the smallest stall: the steps in which the console ignores actions are too few."""
     cfg = Riverraid(stall=20, noop_max=0)
     rollout, raws = played(cfg, player(300, 2))
     assert not any(raw.truncated.any() for raw in raws)
     assert rollout.steps.is_terminal.any()
 
 
-def test_a_launched_plane_flies_from_the_first_move_of_every_life():
+def test_a_launched_plane_flies_from_the_first_step_of_every_life():
     env = proxied(launch=True)
     began = [env.reset(seed=1)[1]]  # what is told as each life begins
     told, over, burnt = began[0], False, []
@@ -703,7 +703,7 @@ def test_a_launched_plane_flies_from_the_first_move_of_every_life():
         if told["lives"] < began[-1]["lives"]:
             began.append(told)
     assert over
-    assert [told["lives"] for told in began] == [4, 3, 2, 1]  # whoever does nothing crashes
+    assert [told["lives"] for told in began] == [4, 3, 2, 1]  # a plane without control crashes
     assert burnt == [4 * 32] * 4
     assert all(told["fuel"] == fuel_level(told["ram"]) < FULL for told in began)
 
@@ -719,12 +719,12 @@ def until_lost(action: list[int], **settings: Any) -> tuple[list[float], list[di
         parts.append(named(told))
         if told["lives"] < 4:
             return points, parts
-    raise AssertionError("nobody crashed")
+    raise AssertionError("no crash")
 
 
 @pytest.mark.parametrize("launch", [False, True])
 @pytest.mark.parametrize("seed", [0, 5])
-def test_a_life_can_end_with_the_crash(seed: int, launch: bool):
+def test_a_life_can_end_at_the_crash(seed: int, launch: bool):
     action = player(600, 1, seed)[:, 0].tolist()
     points, parts = until_lost(action, launch=launch)
     cut_points, cut_parts = until_lost(action, launch=launch, end_at_crash=True)
@@ -732,12 +732,12 @@ def test_a_life_can_end_with_the_crash(seed: int, launch: bool):
     assert 42 <= dead <= 46
     assert len(cut_points) == len(points) - dead
     assert cut_points == points[: len(cut_points)]
-    assert sum(points) == sum(cut_points) > 0  # a wreck earns nothing
+    assert sum(points) == sum(cut_points) > 0  # no points while the plane is wrecked
     assert [part["dead"] for part in cut_parts] == [0.0] * (len(cut_parts) - 1) + [1.0]
     assert cut_parts[:-1] == parts[: len(cut_parts) - 1]
 
 
-def test_without_the_dead_moves_a_game_is_that_much_shorter():
+def test_without_dead_steps_an_episode_is_shorter_by_their_number():
     steps, dead = [], []
     for cut in (False, True):
         env = proxied(noop_max=0, end_at_crash=cut)
@@ -756,7 +756,7 @@ def test_without_the_dead_moves_a_game_is_that_much_shorter():
     assert steps[1] == pytest.approx(steps[0] - dead[0], abs=4)  # a life may begin within a move
 
 
-def test_a_time_limit_cuts_a_game_without_ending_it():
+def test_a_time_limit_truncates_an_episode():
     rollout, _ = played(Riverraid("pacifist:20", time_limit_frames=120, noop_max=0), player(35, 2))
     assert not rollout.steps.is_terminal.any()
     assert rollout.steps.is_first.all(1).nonzero().flatten().tolist() == [0, 31]
@@ -809,7 +809,7 @@ def test_a_mistake_is_refused_in_one_sentence_before_any_work(flag, value, words
     assert "\n" not in str(refusal.value)
 
 
-def test_a_reward_for_a_game_that_has_none_is_refused_in_one_sentence(capsys):
+def test_a_named_reward_for_another_game_is_refused_in_one_sentence(capsys):
     assert main(["train", "pong", "--env.reward", "fuel:10"]) == 2
     told = capsys.readouterr().err
     assert told == "bestiary: there is no flag --env.reward for what is chosen here: it belongs to env:riverraid\n"
@@ -821,7 +821,7 @@ def test_without_the_emulator_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
         make(Riverraid())
 
 
-# -- on record --------------------------------------------------------------------------------------------------
+# -- logs -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", params=["pacifist:20", "score"])
@@ -837,7 +837,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     yield SimpleNamespace(path=path, reward=request.param)
 
 
-def test_every_component_is_logged_per_step_life_and_game_whatever_is_paid(run: SimpleNamespace):
+def test_every_component_is_logged_per_step_life_and_episode(run: SimpleNamespace):
     rows = read_csv(run.path / "metrics.csv")
     assert len(rows) >= 3
     for name in NAMES:
@@ -854,7 +854,7 @@ def test_every_component_is_logged_per_step_life_and_game_whatever_is_paid(run: 
             assert float(row["episode_length"]) == pytest.approx(game["survival"])
 
 
-def test_every_game_is_on_record_with_its_components(run: SimpleNamespace):
+def test_every_episode_is_logged_with_its_components(run: SimpleNamespace):
     rows = read_csv(run.path / "episodes.csv")
     assert len(rows) >= 2
     for row in rows:
@@ -864,14 +864,14 @@ def test_every_game_is_on_record_with_its_components(run: SimpleNamespace):
         assert float(row["score"]) == pytest.approx(weighted_sum(reward_weights(run.reward), parts), rel=1e-4)
 
 
-def test_evaluations_are_on_record_with_their_components(run: SimpleNamespace):
+def test_evaluations_are_logged_with_their_components(run: SimpleNamespace):
     (row,) = read_csv(run.path / "evaluations.csv")
     parts = {name: float(row[f"per_episode_{name}"]) for name in NAMES}
     assert parts["survival"] == float(row["episode_length"])
     assert float(row["score"]) == pytest.approx(weighted_sum(reward_weights(run.reward), parts))
 
 
-def test_an_evaluation_reports_what_its_games_were_made_of(run: SimpleNamespace):
+def test_an_evaluation_reports_the_components_of_its_episodes(run: SimpleNamespace):
     found = bestiary.evaluate(run.path, episodes=3, modes=("sampled",), envs=3, threads=1)["sampled"]
     assert list(found["components"]) == list(NAMES)
     assert found["components"]["survival"]["mean"] == found["episode_length"]["mean"]
@@ -898,7 +898,7 @@ def test_it_is_an_ordinary_gymnasium_environment():
     env.close()
 
 
-def test_it_can_be_watched():
+def test_it_can_be_rendered():
     env = gymnasium.make("bestiary/Riverraid-v0", render_mode="rgb_array")
     env.reset(seed=0)
     picture: Any = env.render()
@@ -917,14 +917,14 @@ def section(title: str) -> str:
 
 
 def test_the_page_names_every_component_and_reward():
-    rows = re.findall(r"^\| `([\w:]+)` \|", section("Rewards by name"), re.M)
+    rows = re.findall(r"^\| `([\w:]+)` \|", section("Named rewards"), re.M)
     assert {name for name in rows if ":" not in name} == set(NAMES)
     assert {name.split(":")[0] for name in rows if ":" in name} == set(NAMED_REWARDS)
     assert {f"{name}:X" for name in NAMED_REWARDS} < set(rows)
 
 
 def test_the_page_translates_flags_as_the_program_does():
-    text = section("Rewards by name")
+    text = section("Named rewards")
     rows = re.findall(r"^\| (-?\d+)(?: \(default\))? \| (any|-?\d+)(?: \(default\))? \| `(\w+:[\d.]+)`", text, re.M)
     assert len(rows) == 6
     for fuel_multiplier, move_penalty, reward in rows:

@@ -21,7 +21,7 @@ from torch import Tensor
 from bestiary.acting.episodes import UNROLL
 from bestiary.algos import Apex, Dqn, Impala, R2d2, Rcp, SacDiscrete, Udrl
 from bestiary.algos.base import Agent
-from bestiary.cli.commands.detect import Settings, detector_table, print_result
+from bestiary.cli.commands.detect import DetectCommand, detector_table, print_result
 from bestiary.cli.main import main
 from bestiary.cli.parse import parse
 from bestiary.config.experiment import Experiment
@@ -771,7 +771,7 @@ def test_every_command_on_the_page_is_parsed():
     assert len(lines) > 2
     for line in lines:
         words = re.sub(r"--plugin \S+", "", line.split(" # ")[0])
-        assert parse(Settings, shlex.split(words)[2:], "bestiary detect").runs
+        assert parse(DetectCommand, shlex.split(words)[2:], "bestiary detect").runs
 
 
 def test_the_environment_on_the_page_can_be_used(tmp_path):

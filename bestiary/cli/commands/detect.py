@@ -18,7 +18,7 @@ from bestiary.types import Mode
 
 
 @dataclass(frozen=True)
-class Settings:
+class DetectCommand:
     """Detect reward hacking: in the states that each run's policy visits, measure its distance from a reference policy
     (Pan et al. 2022), and report AUROC and other metrics of every distance as a detector of anomalous runs."""
 
@@ -51,7 +51,7 @@ class Settings:
 
 def main(args: list[str]) -> int:
     load_plugins()
-    cfg = parse(Settings, args, "bestiary detect")
+    cfg = parse(DetectCommand, args, "bestiary detect")
     options: dict[str, Any] = dict(vars(cfg))
     options["runs"] = [run for path in cfg.runs for run in seed_runs(path) or [path]]
     if cfg.anomalous is not None:

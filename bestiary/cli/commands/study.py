@@ -25,7 +25,7 @@ every reward, and writes DIR/report.html. The same command with the same --run c
 
 
 @dataclass(frozen=True)
-class Settings:
+class StudyCommand:
     experiment: Flat
     proxy: str = ""
     """training rewards (reward proxies), separated by commas: fuel:10,pacifist:20"""
@@ -54,7 +54,7 @@ def main(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if args else 2
-    cfg = parse(Settings, check_parts(args[1:]), f"bestiary study {args[0]}", Settings(preset(args[0])))
+    cfg = parse(StudyCommand, check_parts(args[1:]), f"bestiary study {args[0]}", StudyCommand(preset(args[0])))
     if not cfg.proxy.strip(", "):
         raise UserError("--proxy is missing: name training rewards, such as fuel:10,pacifist:20")
     from bestiary.reward_hacking.study import StudyPlan, study

@@ -14,12 +14,12 @@ import pytest
 from helpers.program import bestiary
 
 from bestiary.bench import BENCHMARKS
-from bestiary.cli.commands.detect import Settings as Detect
+from bestiary.cli.commands.detect import DetectCommand as Detect
 from bestiary.cli.commands.eval import Eval
 from bestiary.cli.commands.plot import PlotSettings
 from bestiary.cli.commands.reproduce import ReproduceSettings
 from bestiary.cli.commands.resume import Resume
-from bestiary.cli.commands.study import Settings as Study
+from bestiary.cli.commands.study import StudyCommand as Study
 from bestiary.cli.commands.sweep import SweepCommand
 from bestiary.cli.commands.train import Train
 from bestiary.cli.commands.video import Settings as Video

@@ -38,8 +38,6 @@ PENDING = (
     "bench",
     "cli.commands.eval",
     "cli.commands.video",
-    "reward_hacking",
-    "cli.commands.detect",
 )
 COMMANDS: list[type] = [
     Train,

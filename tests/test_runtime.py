@@ -319,12 +319,12 @@ def test_stopping_cancels_a_background_evaluation_and_resuming_repeats_it(tmp_pa
 
 def test_stopping_while_the_end_waits_for_an_evaluation_does_not_hang(tmp_path, monkeypatch):
     evaluate_slowly(monkeypatch, lambda: False)
-    asked = 0
+    calls = 0
 
     def stop():
-        nonlocal asked
-        asked += session.runtime.frames >= BACKGROUND.frames
-        return asked > 5
+        nonlocal calls
+        calls += session.runtime.frames >= BACKGROUND.frames
+        return calls > 5
 
     session = Session(BACKGROUND, tmp_path / "run", NullDisplay(), stop)
     for _ in session:

@@ -29,7 +29,7 @@ def build_agent(
     """The experiment's agent with given weights, in evaluation mode.
 
     `command` sets the desired return (and horizon) of a return-conditioned agent. None: `evaluation.command` of the
-    experiment; (): the command distribution that the agent learnt.
+    experiment; (): the command distribution that the agent learned.
     """
     agent = experiment.algo.agent(spec, experiment.net, experiment.core)
     load_weights(agent, weights, "than experiment.json describes")

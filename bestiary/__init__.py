@@ -13,28 +13,53 @@ register_with_gymnasium()
 
 if TYPE_CHECKING:
     from bestiary.config.experiment import Experiment, register
-    from bestiary.presets import preset
-    from bestiary.training.evaluation import evaluate
+    from bestiary.errors import UserError
+    from bestiary.presets import PRESETS, preset
+    from bestiary.training.evaluation import EvaluationProtocol, evaluate
+    from bestiary.training.policy import Policy, load
     from bestiary.training.run import Run
     from bestiary.training.session import iterate, train
     from bestiary.training.video import video
 
-_HOME = {  # imported when first used, so that `import bestiary` is quick
+_MODULES = {  # name -> module that is imported when the name is first used, so that `import bestiary` is quick
+    "PRESETS": "bestiary.presets",
+    "EvaluationProtocol": "bestiary.training.evaluation",
     "Experiment": "bestiary.config.experiment",
+    "Policy": "bestiary.training.policy",
     "Run": "bestiary.training.run",
+    "UserError": "bestiary.errors",
     "evaluate": "bestiary.training.evaluation",
     "iterate": "bestiary.training.session",
+    "load": "bestiary.training.policy",
     "preset": "bestiary.presets",
     "register": "bestiary.config.experiment",
     "train": "bestiary.training.session",
-    "video": "bestiary.training.video",  # a module of that name would hide it
+    "video": "bestiary.training.video",  # a module bestiary/video.py would hide this function
 }
-__all__ = ["Experiment", "Run", "evaluate", "iterate", "preset", "register", "train", "video"]
+__all__ = [
+    "PRESETS",
+    "EvaluationProtocol",
+    "Experiment",
+    "Policy",
+    "Run",
+    "UserError",
+    "evaluate",
+    "iterate",
+    "load",
+    "preset",
+    "register",
+    "train",
+    "video",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module 'bestiary' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOME[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

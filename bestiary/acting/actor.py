@@ -1,6 +1,7 @@
-"""Plays many environments at once and writes down what happened."""
+"""The actor: steps environments with an agent and records trajectories."""
 
 import torch
+from torch import Tensor
 
 from bestiary import tree
 from bestiary.acting.compiled import compiled_actor
@@ -9,12 +10,27 @@ from bestiary.algos.exploration import Explorer
 from bestiary.envs.env_batch import EnvBatch
 from bestiary.types import Episode, Snapshot, State, TimeStep, Trajectory
 
+Acted = tuple[TimeStep, Tensor, dict[str, Tensor]]  # a time step, the actions chosen at it, and what is kept with them
+
+
+def act(
+    agent: Agent, step: TimeStep, state: State, explorer: Explorer | None, rng: torch.Generator
+) -> tuple[Acted, State]:
+    """Choose actions at one time step; also returns the recurrent state after it. Every agent acts through here.
+
+    The agent resets the state of environments where `is_first` is True. Without an explorer the best action is chosen.
+    """
+    step = tree.to_device(step, rng.device)
+    explore = None if explorer is None else explorer(step)
+    action, aux, state = agent.act(step, state, explore, rng)
+    return (step, action, aux), state
+
 
 class Actor:
-    """`unroll()` plays T moves in every environment with the weights it was last given.
+    """Steps a batch of environments with an agent; `unroll()` returns the trajectory of the next T steps.
 
-    The last row, with the action already chosen for it, opens the next trajectory. Without an explorer the best action
-    is always taken.
+    The last step of a trajectory, with the action chosen at it, is the first step of the next one (the overlapping
+    step). Without an explorer the best action is chosen.
     """
 
     def __init__(
@@ -27,46 +43,43 @@ class Actor:
         self.rng = torch.Generator(device).manual_seed(seed)
         self.version = 0
         self.explorer = explorer
-        self.row: tuple[TimeStep, torch.Tensor, dict[str, torch.Tensor]] | None = None
-        self.before: State = ()  # memory just before that row
-        self.after: State = ()
-        self.episode_info: dict[str, torch.Tensor] = {}  # name -> [B], of the running episodes
-        self.compiled_actor = compiled_actor(self)  # None where a part of it cannot be compiled
+        self.current: Acted | None = None  # the latest step
+        self.state_before: State = ()  # recurrent state before that step
+        self.state: State = ()  # recurrent state after it
+        self.episode_info: dict[str, Tensor] = {}  # name -> [B], of the running episodes
+        self.compiled_actor = compiled_actor(self)  # None if environments, explorer or agent cannot be compiled
 
-    def load(self, weights: dict[str, torch.Tensor], version: int) -> None:
+    def load(self, weights: dict[str, Tensor], version: int) -> None:
         if version != self.version:
             self.agent.load_state_dict(weights)
             self.version = version
 
     @torch.no_grad()
     def unroll(self) -> tuple[Trajectory, list[Episode]]:
-        if self.row is None:
-            self.after = self.agent.initial_state(self.env_batch.num_envs)
+        if self.current is None:
+            self.state = self.agent.initial_state(self.env_batch.num_envs)
             self._act(self.env_batch.reset())
-        assert self.row is not None
+        assert self.current is not None
         if self.compiled_actor is not None:
             return self.compiled_actor.unroll(self.length)
-        # a copy: a core may go on writing into its state while it acts
-        rows, start, episodes = [self.row], tree.map(torch.clone, self.before), []
+        # a copy, because a core may write into its state while it acts
+        steps, start, episodes = [self.current], tree.map(torch.clone, self.state_before), []
         for _ in range(self.length):
-            step, ended = self.env_batch.step(self.row[1])
+            step, ended = self.env_batch.step(self.current[1])
             episodes += [self._with_info(e) for e in ended] if self.episode_info else ended
             self._act(step)
-            rows.append(self.row)
-        step, action, aux = tree.stack(rows)
+            steps.append(self.current)
+        step, action, aux = tree.stack(steps)
         version = torch.full((self.env_batch.num_envs,), self.version)
         return Trajectory(step, action, aux, start, version), episodes
 
     def _act(self, step: TimeStep) -> None:
-        step = tree.to_device(step, self.device)
-        self.before = self.after
-        explore = None if self.explorer is None else self.explorer(step)
-        action, aux, self.after = self.agent.act(step, self.before, explore, self.rng)
-        self.row = (step, action, aux)
-        self._update_info(step, aux)
+        self.state_before = self.state
+        self.current, self.state = act(self.agent, step, self.state_before, self.explorer, self.rng)
+        self._update_info(self.current[0], self.current[2])
 
-    def _update_info(self, step: TimeStep, aux: dict[str, torch.Tensor]) -> None:
-        """Keep what the agent says at the first step of an episode until the episode ends."""
+    def _update_info(self, step: TimeStep, aux: dict[str, Tensor]) -> None:
+        """Store the agent's numbers about an episode, from its first step, until the episode ends."""
         for name, value in self.agent.episode_info(aux).items():
             self.episode_info[name] = torch.where(step.is_first, value, self.episode_info.get(name, value))
 
@@ -74,30 +87,31 @@ class Actor:
         return episode._replace(info={name: value[episode.slot].item() for name, value in self.episode_info.items()})
 
     def state_dict(self) -> Snapshot:
-        """Everything that decides the next row."""
-        if self.row is None:
+        """Everything that determines the next step."""
+        if self.current is None:
             return {"rng": self.rng.get_state(), "explorer": self.explorer.state_dict() if self.explorer else {}}
-        step, action, aux = self.row
+        step, action, aux = self.current
         return {
             "rng": self.rng.get_state(),
             "explorer": self.explorer.state_dict() if self.explorer else {},
-            "row": [tuple(step), action, aux],
-            "before": self.before,
-            "after": self.after,
+            "current": [tuple(step), action, aux],
+            "state_before": self.state_before,
+            "state": self.state,
             "episode_info": torch.stack([*self.episode_info.values()], 1) if self.episode_info else torch.zeros(0, 0),
-            "world": self.env_batch.state_dict(),
+            "env_batch": self.env_batch.state_dict(),
         }
 
     def load_state_dict(self, state: Snapshot) -> None:
         self.rng.set_state(state["rng"].cpu())
         if self.explorer is not None:
             self.explorer.load_state_dict(state.get("explorer", {}))
-        if "row" not in state:
+        if "current" not in state:
             return
-        step, action, aux = tree.map(lambda x: x.to(self.device), state["row"])
-        self.row = (TimeStep(*step), action, aux)
-        self.before, self.after = tree.map(lambda x: x.to(self.device), (state["before"], state["after"]))
+        step, action, aux = tree.map(lambda x: x.to(self.device), state["current"])
+        self.current = (TimeStep(*step), action, aux)
+        states = state["state_before"], state["state"]
+        self.state_before, self.state = tree.map(lambda x: x.to(self.device), states)
         names = self.agent.episode_info(aux)
         if "episode_info" in state and len(names) == state["episode_info"].shape[1]:
             self.episode_info = dict(zip(names, state["episode_info"].to(self.device).unbind(1), strict=True))
-        self.env_batch.load_state_dict(state["world"])
+        self.env_batch.load_state_dict(state["env_batch"])

@@ -47,11 +47,11 @@ class CompiledActor:
     def unroll(self, length: int) -> tuple[Trajectory, list[Episode]]:
         """The compiled form of `Actor.unroll`, once the first time step has been acted on."""
         actor, env = self.actor, self.env_batch.env
-        assert actor.row is not None
+        assert actor.current is not None
         if self.version != actor.version:
             self.weights, self.version = self.program.load_weights(), actor.version
         B, A = self.env_batch.num_envs, self.env_batch.spec.num_actions
-        T, row = length + 1, actor.row
+        T, row = length + 1, actor.current
         first_obs = row[0].obs.numpy()
         obs = np.empty((T, *first_obs.shape), first_obs.dtype)
         reward, action = np.zeros((T, B)), np.zeros((T, B), np.int64)
@@ -72,7 +72,7 @@ class CompiledActor:
             epsilon[:] = actor.agent.epsilon  # type: ignore
             if isinstance(actor.explorer, FixedExploration):
                 epsilon = np.maximum(epsilon, actor.explorer.values.numpy())
-        memory = flatten_state(actor.after, B)
+        memory = flatten_state(actor.state, B)
         before, flat, episodes = memory, obs.reshape(T, B, -1), []
         recorded, last = 1, NO_STEP  # steps before `recorded` are in the episode statistics
         for t in range(1, T):
@@ -100,10 +100,10 @@ class CompiledActor:
             entries[0] = first_entry
         aux = {self.output_key: torch.from_numpy(output)} if self.output_key else {}
         actions = torch.from_numpy(action)
-        start = actor.before
+        start = actor.state_before
         final = TimeStep(*(x[-1] for x in steps))
-        actor.row = (final, actions[-1], {k: v[-1] for k, v in aux.items()})
-        actor.before, actor.after = unflatten_state(before, start), unflatten_state(memory, start)
+        actor.current = (final, actions[-1], {k: v[-1] for k, v in aux.items()})
+        actor.state_before, actor.state = unflatten_state(before, start), unflatten_state(memory, start)
         version = torch.full((B,), actor.version)
         return Trajectory(steps, actions, aux, start, version), episodes
 

@@ -57,7 +57,7 @@ def measure(cfg: ImpalaAtari, net: str) -> dict[str, float]:
     assert isinstance(learner, ImpalaLearner)
     rng = np.random.default_rng(0)
     trajectory, _ = actor.unroll()
-    step = actor.row[0] if actor.row else trajectory.step
+    step = actor.current[0] if actor.current else trajectory.step
     batch = Batch(trajectory)
 
     def emulate() -> None:
@@ -69,7 +69,7 @@ def measure(cfg: ImpalaAtari, net: str) -> dict[str, float]:
     @torch.no_grad()
     def act() -> None:
         for _ in range(cfg.unroll):
-            actor.agent.act(step, actor.after, explore, actor.rng)
+            actor.agent.act(step, actor.state, explore, actor.rng)
 
     def learn() -> None:
         learner.agent.zero_grad(set_to_none=True)

@@ -129,11 +129,11 @@ class Parts:
     @torch.no_grad()
     def act(self) -> None:
         actor = self.actor
-        assert actor.row is not None
+        assert actor.current is not None
         assert actor.explorer is not None
         for _ in range(self.unroll):
-            step = actor.row[0]
-            actor.agent.act(step, actor.after, actor.explorer(step), actor.rng)
+            step = actor.current[0]
+            actor.agent.act(step, actor.state, actor.explorer(step), actor.rng)
 
     def write(self) -> None:
         self.replay.add(self.trajectory)

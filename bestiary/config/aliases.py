@@ -144,7 +144,11 @@ SNAPSHOTS: dict[str, str] = {
     "interval.lives": "life_returns",
     "recent": "recent_scores",
     "row_at": "logged_at",
+    "runtime.actor.after": "state",
     "runtime.actor.asked": "episode_info",
+    "runtime.actor.before": "state_before",
+    "runtime.actor.row": "current",
+    "runtime.actor.world": "env_batch",
     "runtime.learner.peak": "max_advantage",
 }
 

@@ -217,7 +217,7 @@ class LocalRuntime:
 
     def can_continue(self, state: Snapshot) -> bool:
         """Whether the saved run's unfinished episodes can continue: saved at rest, with as many environments."""
-        last_step = state.get("actor", {}).get("row")
+        last_step = state.get("actor", {}).get("current")
         resumable = self.exact_resume and self.env_batch.resumable
         return resumable and last_step is not None and len(last_step[1]) == self.env_batch.num_envs
 

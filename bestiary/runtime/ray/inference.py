@@ -139,6 +139,6 @@ class RemotePolicyActor(Actor):
         ref = self.server.act.remote(self.actor_id, pack(step), pack(self.explorer(step)), is_start)
         action, aux, state_before, self.version = ray.get(ref)
         if state_before is not None:
-            self.before = unpack(state_before)
-        self.row = (step, unpack(action), unpack(aux))
-        self._update_info(step, self.row[2])
+            self.state_before = unpack(state_before)
+        self.current = (step, unpack(action), unpack(aux))
+        self._update_info(step, self.current[2])

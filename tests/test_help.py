@@ -22,7 +22,7 @@ from bestiary.cli.commands.resume import Resume
 from bestiary.cli.commands.study import StudyCommand as Study
 from bestiary.cli.commands.sweep import SweepCommand
 from bestiary.cli.commands.train import Train
-from bestiary.cli.commands.video import Settings as Video
+from bestiary.cli.commands.video import VideoCommand as Video
 from bestiary.cli.main import main
 from bestiary.cli.parse import parse, settings
 from bestiary.config.schema import advanced

@@ -18,7 +18,7 @@ import bestiary
 from bestiary.algos.base import Agent
 from bestiary.cli import main
 from bestiary.cli.commands.train import read as read_training
-from bestiary.cli.commands.video import Settings, read
+from bestiary.cli.commands.video import VideoCommand, read
 from bestiary.cli.parse import parse
 from bestiary.config import extras
 from bestiary.config.experiment import Evaluation, Experiment, Logs, Video
@@ -31,7 +31,16 @@ from bestiary.training import video
 from bestiary.training.display import NullDisplay
 from bestiary.training.run import Run
 from bestiary.training.session import Session, iterate
-from bestiary.training.video import STRIP, Filming, Mp4, frame, number, strip, whole_scale
+from bestiary.training.video import (
+    CAPTION_HEIGHT,
+    Mp4,
+    VideoRecorder,
+    VideoSettings,
+    caption,
+    default_scale,
+    number,
+    video_frame,
+)
 
 ffmpeg = pytest.importorskip("imageio_ffmpeg")
 pytest.importorskip("PIL")
@@ -190,11 +199,11 @@ def test_an_environment_without_a_picture_says_so(monkeypatch):
     ("size", "scale"), [((5, 5), 60), ((84, 84), 4), ((210, 160), 2), ((400, 600), 1), ((120, 640), 2), ((9, 4000), 1)]
 )
 def test_small_pictures_grow_by_whole_numbers_and_sizes_are_even(size, scale):
-    assert whole_scale(*size) == scale
+    assert default_scale(*size) == scale
     picture = np.random.default_rng(0).integers(0, 255, (*size, 3), np.uint8)
-    whole = frame(picture, {"score": "0"})
+    whole = video_frame(picture, {"score": "0"})
     height, width = size[0] * scale, size[1] * scale
-    assert whole.shape[0] == height + height % 2 + STRIP
+    assert whole.shape[0] == height + height % 2 + CAPTION_HEIGHT
     assert whole.shape[0] % 2 == whole.shape[1] % 2 == 0
     left = (whole.shape[1] - width) // 2
     assert (whole[:height:scale, left : left + width : scale] == picture).all()
@@ -203,12 +212,12 @@ def test_small_pictures_grow_by_whole_numbers_and_sizes_are_even(size, scale):
 
 def test_the_strip_tells_the_score_and_nothing_else_changes_with_it():
     picture = np.full((84, 84, 3), 7, np.uint8)
-    one, other = (frame(picture, {"score": score, "step": "3", "action": "1"}) for score in ("0", "12.5"))
-    assert (one[:-STRIP] == other[:-STRIP]).all()
+    one, other = (video_frame(picture, {"score": score, "step": "3", "action": "1"}) for score in ("0", "12.5"))
+    assert (one[:-CAPTION_HEIGHT] == other[:-CAPTION_HEIGHT]).all()
     changed = np.flatnonzero((one != other).any((0, 2)))
     assert len(changed) and changed.max() < one.shape[1] // 3  # its own column
-    told = strip({"score": "0", "command": "212.3, 140"}, 400)
-    assert (told != strip({"score": "0", "command": "212.3, 139"}, 400)).any()
+    told = caption({"score": "0", "command": "212.3, 140"}, 400)
+    assert (told != caption({"score": "0", "command": "212.3, 139"}, 400)).any()
 
 
 @pytest.mark.parametrize(("x", "text"), [(0, "0"), (-0.001, "0"), (212.3, "212.3"), (140, "140"), (-0.02, "-0.02")])
@@ -239,13 +248,15 @@ class Album:
 
 def test_beneath_each_picture_is_what_had_been_earned_then_and_what_was_done_next(monkeypatch):
     told = []
-    monkeypatch.setattr(video, "frame", lambda picture, words, scale: told.append(dict(words)) or picture)
+    monkeypatch.setattr(video, "video_frame", lambda picture, words, scale: told.append(dict(words)) or picture)
     env_batch = TMaze(length=2, active=True).make(1, 0, 0, 1)  # who does not come back pays half a point a step
     env_batch.start_rendering()
     album = Album()
-    games = video.play_episodes(Filming(Told(), env_batch, album, 2, None), env_batch, 2, "greedy", torch.Generator())
+    games = video.play_episodes(
+        VideoRecorder(Told(), env_batch, album, 2, None), env_batch, 2, "greedy", torch.Generator()
+    )
     assert [e.steps for e in games] == [5, 5]
-    assert [w["game"] for w in told] == ["1 of 2"] * 6 + ["2 of 2"] * 6
+    assert [w["episode"] for w in told] == ["1 of 2"] * 6 + ["2 of 2"] * 6
     assert [w["step"] for w in told] == list("012345") * 2
     assert [w["action"] for w in told] == ["2", "2", "2", "2", "2", "-"] * 2
     assert [w["score"] for w in told] == ["0", "0", "-0.5", "-1", "-1.5", "-1.5"] * 2
@@ -293,19 +304,19 @@ def test_what_ffmpeg_complains_about_is_one_sentence(tmp_path):
 def test_a_run_is_filmed_in_the_games_that_evaluations_play(run, tmp_path):
     filmed = bestiary.video(run.path, tmp_path / "a.mp4", episodes=3, mode="sampled", seed=4)
     scores = bestiary.evaluate(run, episodes=3, modes=("sampled",), seed=4, envs=1)["sampled"]["scores"]
-    assert [e.score for e in filmed.games] == scores
+    assert [e.score for e in filmed.episodes] == scores
     about, found = read_back(filmed.file)
-    assert len(found) == sum(e.steps for e in filmed.games) + 3 * 8
+    assert len(found) == sum(e.steps for e in filmed.episodes) + 3 * 8
     assert about["fps"] == 8
-    assert about["size"] == (640, 360 + STRIP)
+    assert about["size"] == (640, 360 + CAPTION_HEIGHT)
     lit = [np.abs(f.astype(int) - (228, 148, 109)).max(-1).min() < 12 for f in found]
-    starts = np.cumsum([0, *(e.steps + 8 for e in filmed.games)])[:-1]
+    starts = np.cumsum([0, *(e.steps + 8 for e in filmed.episodes)])[:-1]
     assert np.flatnonzero(lit).tolist() == starts.tolist()  # the cue is shown in each game's first picture
 
 
 def test_an_agent_that_follows_commands_is_shown_with_the_one_it_was_given(tmp_path, monkeypatch):
     told = []
-    monkeypatch.setattr(video, "strip", lambda words, width: told.append(dict(words)) or strip(words, width))
+    monkeypatch.setattr(video, "caption", lambda words, width: told.append(dict(words)) or caption(words, width))
     experiment = replace(bestiary.preset("udrl"), env=Recall(delay=4))
     run = Run.create(tmp_path / "r", experiment)
     env_batch = experiment.env.make(1, 0, 0, 1)
@@ -330,14 +341,14 @@ def test_the_command_names_its_file_by_what_it_shows(run, capsys):
 
 def test_a_game_can_be_made_larger_and_played_at_random(run, tmp_path):
     filmed = bestiary.video(run, tmp_path / "a.mp4", scale=1, epsilon=1.0, fps=60)
-    assert read_back(filmed.file)[0]["size"] == (max(320, 3 * 84 + 20), 180 + STRIP)
+    assert read_back(filmed.file)[0]["size"] == (max(320, 3 * 84 + 20), 180 + CAPTION_HEIGHT)
 
 
 @pytest.mark.parametrize(
     ("args", "words"),
     [
         (["nowhere"], "nowhere is not a run"),
-        (["nowhere", "--env.delay", "3"], "none of the words is a run directory"),
+        (["nowhere", "--env.delay", "3"], "no argument is a run directory"),
         (["RUN", "--checkpoint", "77"], "has no checkpoint '77'; it has: "),
         (["RUN", "--out", "a.gif"], "give a file that ends in .mp4"),
         (["RUN", "--out", "."], "give a file that ends in .mp4"),
@@ -381,12 +392,12 @@ def test_the_commands_of_the_document_are_understood():
     assert len(lines) > 2
     for line in lines:
         words = shlex.split(line.split(" # ")[0])[2:]
-        parse(Settings, words, "bestiary video", Settings(Path("RUN"), env=TMaze()))
+        parse(VideoCommand, words, "bestiary video", VideoCommand(Path("RUN"), VideoSettings(env=TMaze())))
 
 
 def test_the_environment_is_the_runs_unless_changed(run):
-    assert read([str(run.path)]).env == SMALL.env
-    assert read([str(run.path), "--env.delay", "3"]).env == replace(SMALL.env, delay=3)
+    assert read([str(run.path)]).settings.env == SMALL.env
+    assert read([str(run.path), "--env.delay", "3"]).settings.env == replace(SMALL.env, delay=3)
 
 
 # -- while training ----------------------------------------------------------------------------------
@@ -432,9 +443,11 @@ def test_a_run_that_goes_on_may_be_filmed_otherwise(tmp_path):
 
 def test_stopping_breaks_a_film_off_and_going_on_makes_it(tmp_path, monkeypatch):
     stopped = []
-    shown = video.Filming._show
+    shown = video.VideoRecorder._write
     monkeypatch.setattr(
-        video.Filming, "_show", lambda self, last: (stopped.append(1) if self.steps > 3 else None, shown(self, last))
+        video.VideoRecorder,
+        "_write",
+        lambda self, last: (stopped.append(1) if self.steps > 3 else None, shown(self, last)),
     )
     plan = replace(SMALL, env=replace(SMALL.env, delay=50), video=Video(every=500))
     session = Session(plan, tmp_path / "r", NullDisplay(), stop=lambda: bool(stopped))
@@ -442,7 +455,7 @@ def test_stopping_breaks_a_film_off_and_going_on_makes_it(tmp_path, monkeypatch)
         pass
     assert stopped and session.runtime.frames < 1_000
     assert not list((tmp_path / "r" / "videos").iterdir())
-    monkeypatch.setattr(video.Filming, "_show", shown)
+    monkeypatch.setattr(video.VideoRecorder, "_write", shown)
     next(iterate(plan, tmp_path / "r"))  # the next one would be due much later
     assert len(list((tmp_path / "r" / "videos").iterdir())) == 1
 

@@ -20,22 +20,23 @@ from bestiary.types import Mode
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Games on seeds never trained on."""
+    """Evaluations during training, on seeds that training never uses."""
 
     every: Count | None = None
     """frames between evaluations; None: only at the end"""
     episodes: int = 20
-    """whole games per evaluation; 0: never evaluate"""
+    """episodes per evaluation; 0: no evaluations"""
     background: bool = False
-    """play in a thread of its own while training goes on; one that is due while the last still plays is left out"""
+    """evaluate in a background thread while training continues; an evaluation that is due meanwhile is skipped"""
     mode: Mode = "greedy"
-    """play the best action, or one drawn from the policy; `best` is the checkpoint that does this best"""
+    """greedy: the best action; sampled: an action sampled from the policy; the `best` checkpoint is best at this"""
     epsilon: float = 0.0
-    """chance of an action at random in evaluation games"""
+    """probability that an action is replaced by a uniformly random one (DQN: 0.05)"""
     command: Command = ()
-    """what an agent that follows commands is told to reach in evaluations and films; own: what it asks of itself"""
+    """for return-conditioned agents: desired return and horizon in evaluations and videos, such as 200,300; own:
+    commands as the agent learnt them"""
     lives: Literal["as trained", "all", "one"] = "as trained"
-    """of an Atari game: play it to its end (all), or until the first life is lost (one)"""
+    """Atari: an episode is a full game (all), ends with the first lost life (one), or is as in training"""
 
     def __post_init__(self) -> None:
         if self.episodes < 0 or (self.every is not None and self.every < 1):
@@ -46,19 +47,20 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """When to save. Whatever happens, at most the time since the last save is lost."""
+    """When checkpoints are saved and how many are kept."""
 
     minutes: float = 10.0
+    """minutes between checkpoints"""
     frames: Count | None = None
-    """also save every so many frames"""
+    """frames between checkpoints, besides those by time; None: by time only"""
     milestones: Counts = ()
-    """frames at which to keep a checkpoint for good, for example 50M,200M"""
+    """frames at which a checkpoint is saved and never deleted, such as 50M,200M"""
     keep: int = 3
-    """how many of the latest to keep"""
+    """number of latest checkpoints that are kept"""
     best: int = 1
-    """how many of the best by evaluation to keep"""
+    """number of checkpoints with the best evaluation scores that are kept"""
     replay: bool | None = None
-    """save what was played with the latest, so that a run goes on exactly; None: up to 1 GiB"""
+    """save the replay buffer with the latest checkpoint, which exact resume needs; None: if it is below 1 GiB"""
 
     def __post_init__(self) -> None:
         if self.keep < 1 or self.best < 1:
@@ -69,24 +71,28 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class Logs:
+    """What is logged besides the CSV files, and how often."""
+
     every: Count | None = None
-    """frames per row of metrics.csv; None: a thousandth of the budget"""
+    """logging interval: frames per row of metrics.csv; None: a thousandth of the frame budget"""
     tensorboard: bool = True
+    """log to TensorBoard as well, in RUN/tensorboard"""
     wandb: bool = False
-    """also log to Weights & Biases (extra: wandb)"""
+    """log to Weights & Biases as well (extra: wandb)"""
     wandb_project: str = "bestiary"
+    """project name in Weights & Biases"""
 
 
 @dataclass(frozen=True)
 class Video:
-    """Greedy games on film while it learns: RUN/videos/FRAMES.mp4 (extra: video). Learning does not notice."""
+    """Videos of greedy episodes during training, RUN/videos/FRAMES.mp4 (extra: video). They do not affect learning."""
 
     every: Count | None = None
-    """frames between videos, with one more at the end; None: no videos"""
+    """frames between videos; one more is recorded at the end; None: no videos"""
     episodes: int = 1
-    """whole games per video"""
+    """episodes per video"""
     fps: float | None = None
-    """steps a second; None: what the environment is meant to be seen at"""
+    """steps shown per second; None: the environment's own speed"""
 
     def __post_init__(self) -> None:
         if self.episodes < 1 or (self.every is not None and self.every < 1):
@@ -97,16 +103,19 @@ class Video:
 
 @dataclass(frozen=True)
 class Experiment:
+    """Every setting of a run: a run directory keeps them in experiment.json."""
+
     env: EnvConfig = field(default_factory=Catch)
     algo: AlgoConfig = field(default_factory=Impala)
     core: CoreConfig = field(default_factory=Ff)
     net: Net = field(default_factory=Net)
     runtime: RuntimeConfig = field(default_factory=Local)
     frames: Count = 200_000
-    """budget of experience in environment frames (agent steps x frame skip)"""
+    """training budget in environment frames (agent steps x frame skip)"""
     seed: int = 0
+    """seed of all random numbers"""
     init: str | None = None
-    """a run of the same algorithm and network to begin with: what it has learnt, without its experience"""
+    """run directory whose last checkpoint initialises the weights; it needs the same algorithm and network"""
     evaluation: Evaluation = field(default_factory=Evaluation)
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
     log: Logs = field(default_factory=Logs)
@@ -138,11 +147,11 @@ class Experiment:
     def differs_from(self, other: "Experiment") -> list[str]:
         """What makes the results of two experiments incomparable.
 
-        How long, where and how often to log, save or film may change when a run goes on; the rest may not.
+        The frame budget, the runtime, evaluations, checkpoints, logs and videos may change when a run is resumed.
         """
         free = {"frames", "runtime", "evaluation", "checkpoint", "log", "video"}
-        mine, theirs = ({k: v for k, v in encode(e).items() if k not in free} for e in (self, other))
-        return differences(theirs, mine)
+        own, others = ({k: v for k, v in encode(e).items() if k not in free} for e in (self, other))
+        return differences(others, own)
 
 
 def family(name: str) -> dict[str, type]:

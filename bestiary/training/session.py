@@ -24,7 +24,7 @@ from bestiary.training.display import Display, NullDisplay, TrainingStatus, coun
 from bestiary.training.evaluation import info_summary
 from bestiary.training.logs import Recorder
 from bestiary.training.run import Run, new_path
-from bestiary.training.video import check_video, film
+from bestiary.training.video import VideoSettings, check_video, record_video
 from bestiary.types import Episode, Progress, Snapshot
 
 
@@ -292,18 +292,10 @@ class Session:
         path = self.run.path / "videos" / f"{frames:012d}.mp4"
         self.display.activity(f"recording {path} ...")
         experiment = replace(self.experiment, env=evaluation_env(self.experiment))
+        settings = VideoSettings(episodes=cfg.episodes, fps=cfg.fps, epsilon=experiment.evaluation.epsilon)
+        weights, device, threads = self.runtime.weights(), self.runtime.device, self.runtime.threads
         try:
-            film(
-                experiment,
-                self.runtime.weights(),
-                self.runtime.device,
-                path,
-                cfg.episodes,
-                fps=cfg.fps,
-                epsilon=experiment.evaluation.epsilon,
-                threads=self.runtime.threads,
-                stop=self.stop,
-            )
+            record_video(experiment, weights, device, path, settings, threads, self.stop)
         except UserError as e:
             self.display.activity(f"no video at {count(frames)} frames: {e}")
         if not self.stop():  # a cancelled video is recorded when the run is resumed

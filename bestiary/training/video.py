@@ -1,8 +1,9 @@
-"""Games to look at: what a spectator sees, and beneath it the score, the step, the action and the command."""
+"""Videos of episodes: the rendered environment with the score, the step, the action and the command below it."""
 
 import math
 import subprocess
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,7 @@ from bestiary.algos.base import Agent, AgentWrapper
 from bestiary.config.experiment import Experiment
 from bestiary.config.extras import require
 from bestiary.config.machine import choose_device, cores, set_threads, tune_malloc
+from bestiary.config.schema import Command
 from bestiary.envs import EnvConfig
 from bestiary.envs.env_batch import EnvBatch
 from bestiary.errors import UserError
@@ -27,66 +29,106 @@ from bestiary.training.evaluation import acting_name, evaluation_experiment
 from bestiary.training.run import Run
 from bestiary.types import Episode, Mode, State, TimeStep
 
-Picture = NDArray[np.uint8]  # [height, width, RGB]
+Image = NDArray[np.uint8]  # [height, width, RGB]
 
-HIGH, WIDE = 300, 1280  # small pictures grow until they are so high, but not wider than this
-NARROW, BROAD, STRIP, MARGIN = 84, 160, 46, 10  # columns of text and what is around them, in pixels
-DARK, DIM, BRIGHT = (24, 26, 30), (140, 146, 156), (240, 240, 240)
+MIN_HEIGHT, MAX_WIDTH = 300, 1280  # small images are scaled up to this height, but not beyond this width
+MIN_COLUMN, MAX_COLUMN = 84, 160  # width of a column of text, in pixels
+CAPTION_HEIGHT, MARGIN = 46, 10
+BACKGROUND, LABEL_COLOUR, TEXT_COLOUR = (24, 26, 30), (140, 146, 156), (240, 240, 240)
 
 
-class Filmed(NamedTuple):
+class RecordedVideo(NamedTuple):
+    """A video file and the episodes that it shows."""
+
     file: Path
-    games: list[Episode]
+    episodes: list[Episode]
+
+
+@dataclass(frozen=True)
+class VideoSettings:
+    """What a video shows, and how the agent chooses its actions."""
+
+    out: Path | None = None
+    """file that ends in .mp4; None: video-*.mp4 in the run directory"""
+    episodes: int = 1
+    """episodes, one after the other"""
+    mode: Mode = "greedy"
+    """greedy: the best action; sampled: an action sampled from the policy"""
+    checkpoint: str | None = None
+    """frames of a checkpoint, or last, or best; None: last"""
+    seed: int = 0
+    """seed of the episodes: those of an evaluation with this seed"""
+    fps: float | None = None
+    """steps shown per second; None: the environment's own speed"""
+    scale: int | None = None
+    """pixels of the video per pixel of the rendered image; None: as many as make small images visible"""
+    epsilon: float = 0.0
+    """probability that an action is replaced by a uniformly random one"""
+    command: Command | None = None
+    """for return-conditioned agents: desired return and horizon, such as 200,300; own: commands as the agent learnt
+    them; None: as in the run's evaluations"""
+    device: str = "auto"
+    """cpu, cuda or cuda:N; auto: a GPU if there is one"""
+    env: EnvConfig | None = None
+    """environment, if it is not the one of training: --env.length 100"""
+
+    def __post_init__(self) -> None:
+        if self.episodes < 1 or (self.fps is not None and self.fps <= 0) or (self.scale is not None and self.scale < 1):
+            raise UserError(
+                f"episodes={self.episodes} and scale={self.scale} must be at least 1, and fps={self.fps} positive"
+            )
+        if not 0 <= self.epsilon <= 1:
+            raise UserError(f"epsilon={self.epsilon} must lie in [0, 1]")
 
 
 # -- files --------------------------------------------------------------------------------------------------------
 
 
 class Mp4:
-    """Pictures of one size go to ffmpeg one at a time; the file gets its name once it is complete."""
+    """Encodes images of one size with ffmpeg. The file appears under its name once it is complete."""
 
     def __init__(self, path: Path, fps: float) -> None:
         if path.suffix != ".mp4" or path.is_dir():
             raise UserError(f"{path} cannot be a video: give a file that ends in .mp4")
         self.path, self.fps = path, fps
-        self.aside = path.with_name(f".{path.name}.writing")
+        self.partial = path.with_name(f".{path.name}.writing")
         self.process: subprocess.Popen[bytes] | None = None
         self.complete = True
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self.aside.touch()
+            self.partial.touch()
         except OSError as e:
             reason = "its directory is a file" if isinstance(e, FileExistsError) else e.strerror
             raise UserError(f"{path} cannot be written: {reason}") from None
 
-    def add(self, picture: Picture) -> None:
+    def add(self, image: Image) -> None:
         if self.process is None:
-            self.process = self._start(*picture.shape[:2])
+            self.process = self._start(*image.shape[:2])
         assert self.process.stdin is not None
         try:
-            self.process.stdin.write(np.ascontiguousarray(picture).data)
+            self.process.stdin.write(np.ascontiguousarray(image).data)
         except BrokenPipeError:
             self._finish(self.process)
 
     def _start(self, height: int, width: int) -> subprocess.Popen[bytes]:
         from imageio_ffmpeg import get_ffmpeg_exe
 
-        assert height % 2 == width % 2 == 0, "colours are stored for squares of four pixels"
-        shown = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-framerate", str(self.fps)]
-        coded = ["-c:v", "libx264", "-crf", "18", "-pix_fmt", "yuv420p", "-movflags", "+faststart", "-f", "mp4"]
+        assert height % 2 == width % 2 == 0, "yuv420p stores colours for squares of four pixels"
+        source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-framerate", str(self.fps)]
+        codec = ["-c:v", "libx264", "-crf", "18", "-pix_fmt", "yuv420p", "-movflags", "+faststart", "-f", "mp4"]
         return subprocess.Popen(
-            [get_ffmpeg_exe(), "-v", "error", "-y", *shown, "-i", "-", "-an", *coded, f"file:{self.aside}"],
+            [get_ffmpeg_exe(), "-v", "error", "-y", *source, "-i", "-", "-an", *codec, f"file:{self.partial}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,  # a few words at most
-            process_group=0,  # Ctrl-C is for us: what becomes of the file is decided here
+            process_group=0,  # ffmpeg must not receive Ctrl-C: this process decides what becomes of the file
         )
 
     def _finish(self, process: subprocess.Popen[bytes]) -> None:
-        """No more pictures: wait for the rest of the file, or say what went wrong with it."""
-        _, complaint = process.communicate()
+        """Wait until ffmpeg has written the file; raise its error if it failed."""
+        _, errors = process.communicate()
         if process.returncode != 0:
-            lines = complaint.decode(errors="replace").strip().splitlines()
+            lines = errors.decode(errors="replace").strip().splitlines()
             raise UserError(f"{self.path} cannot be written: {lines[0] if lines else 'ffmpeg was ended'}")
 
     def __enter__(self) -> "Mp4":
@@ -96,20 +138,20 @@ class Mp4:
         try:
             if kind is None and self.complete and self.process is not None:
                 self._finish(self.process)
-                self.aside.replace(self.path)
+                self.partial.replace(self.path)
         finally:
             if self.process is not None and self.process.poll() is None:
                 self.process.kill()
                 self.process.communicate()
-            self.aside.unlink(missing_ok=True)
+            self.partial.unlink(missing_ok=True)
 
 
-# -- pictures -----------------------------------------------------------------------------------------------------
+# -- images -------------------------------------------------------------------------------------------------------
 
 
-def whole_scale(height: int, width: int) -> int:
-    """By which whole number a picture grows to be seen well."""
-    return max(1, min(math.ceil(HIGH / height), WIDE // width))
+def default_scale(height: int, width: int) -> int:
+    """The integer factor by which an image is scaled up."""
+    return max(1, min(math.ceil(MIN_HEIGHT / height), MAX_WIDTH // width))
 
 
 def number(x: float) -> str:
@@ -125,131 +167,125 @@ def font(size: int) -> Any:
     return ImageFont.load_default(size)
 
 
-def strip(words: dict[str, str], width: int) -> Picture:
-    """A line of small names over large values; a value of several parts gets as many columns."""
-    from PIL import Image, ImageDraw
+def caption(values: dict[str, str], width: int) -> Image:
+    """A line of small labels over large values. A value of several numbers takes as many columns."""
+    from PIL import Image as PilImage
+    from PIL import ImageDraw
 
-    image = Image.new("RGB", (width, STRIP), DARK)
+    image = PilImage.new("RGB", (width, CAPTION_HEIGHT), BACKGROUND)
     draw = ImageDraw.Draw(image)
-    columns = _columns(words)
-    each = min(BROAD, (width - 2 * MARGIN) / sum(columns))
-    for i, (name, value) in enumerate(words.items()):
-        x = MARGIN + each * sum(columns[:i])
-        draw.text((x, 5), name, DIM, font(12))
-        draw.text((x, 19), value, BRIGHT, font(18))
+    columns = _columns(values)
+    column_width = min(MAX_COLUMN, (width - 2 * MARGIN) / sum(columns))
+    for i, (label, value) in enumerate(values.items()):
+        x = MARGIN + column_width * sum(columns[:i])
+        draw.text((x, 5), label, LABEL_COLOUR, font(12))
+        draw.text((x, 19), value, TEXT_COLOUR, font(18))
     return np.asarray(image)
 
 
-def _columns(words: dict[str, str]) -> list[int]:
-    return [1 + value.count(",") for value in words.values()]
+def _columns(values: dict[str, str]) -> list[int]:
+    return [1 + value.count(",") for value in values.values()]
 
 
-def frame(picture: Picture, words: dict[str, str], scale: int | None = None) -> Picture:
-    """A picture grown by a whole number, centred over its words; height and width are even."""
-    height, width, _ = picture.shape
-    scale = scale or whole_scale(height, width)
-    picture = picture.repeat(scale, 0).repeat(scale, 1)
-    height, width, _ = picture.shape
-    across = max(width, NARROW * sum(_columns(words)) + 2 * MARGIN)
-    across += across % 2
-    whole = np.empty((height + height % 2 + STRIP, across, 3), np.uint8)
-    whole[:] = DARK
-    left = (across - width) // 2
-    whole[:height, left : left + width] = picture
-    whole[-STRIP:] = strip(words, across)
-    return whole
+def video_frame(image: Image, values: dict[str, str], scale: int | None = None) -> Image:
+    """The image, scaled up by an integer factor and centred over its caption. Height and width are even."""
+    height, width, _ = image.shape
+    scale = scale or default_scale(height, width)
+    image = image.repeat(scale, 0).repeat(scale, 1)
+    height, width, _ = image.shape
+    frame_width = max(width, MIN_COLUMN * sum(_columns(values)) + 2 * MARGIN)
+    frame_width += frame_width % 2
+    frame = np.empty((height + height % 2 + CAPTION_HEIGHT, frame_width, 3), np.uint8)
+    frame[:] = BACKGROUND
+    left = (frame_width - width) // 2
+    frame[:height, left : left + width] = image
+    frame[-CAPTION_HEIGHT:] = caption(values, frame_width)
+    return frame
 
 
-# -- games --------------------------------------------------------------------------------------------------------
+# -- episodes -----------------------------------------------------------------------------------------------------
 
 
-class Filming(AgentWrapper):
-    """Another agent, watched: what it sees in the first slot, and does there, becomes a frame.
+class VideoRecorder(AgentWrapper):
+    """An agent whose time steps in the first environment become the frames of a video.
 
-    A frame is shown with the next row, which tells whether it was a game's last: that one stays for a second.
+    A frame is written at the next step, which shows whether it was the last of its episode: that one lasts a second.
     """
 
     def __init__(self, agent: Agent, env_batch: EnvBatch, mp4: Mp4, episodes: int, scale: int | None) -> None:
         super().__init__(agent)
         self.env_batch, self.mp4 = env_batch, mp4
         self.episodes, self.scale = episodes, scale
-        self.game = self.steps = 0
+        self.episode = self.steps = 0
         self.score = 0.0
-        self.waiting: tuple[Picture, dict[str, str]] | None = None
+        self.pending: tuple[Image, dict[str, str]] | None = None
 
     def act(
         self, step: TimeStep, state: State, explore: Tensor | None, rng: torch.Generator
     ) -> tuple[Tensor, dict[str, Tensor], State]:
         action, aux, state = self.agent.act(step, state, explore, rng)
-        if self.game <= self.episodes:
-            self._see(step, int(action[0]), aux)
+        if self.episode <= self.episodes:
+            self._record(step, int(action[0]), aux)
         return action, aux, state
 
-    def _see(self, step: TimeStep, action: int, aux: dict[str, Tensor]) -> None:
-        begins = bool(step.is_first[0])
-        self._show(last=begins)
-        self.game += begins
-        if self.game > self.episodes:
+    def _record(self, step: TimeStep, action: int, aux: dict[str, Tensor]) -> None:
+        is_first = bool(step.is_first[0])
+        self._write(last=is_first)
+        self.episode += is_first
+        if self.episode > self.episodes:
             return
-        self.steps = 0 if begins else self.steps + 1
-        self.score = 0.0 if begins else self.score + float(step.reward[0])
-        words = {"game": f"{self.game} of {self.episodes}"} if self.episodes > 1 else {}
-        words |= {"score": number(self.score), "step": str(self.steps), "action": str(action)}
+        self.steps = 0 if is_first else self.steps + 1
+        self.score = 0.0 if is_first else self.score + float(step.reward[0])
+        values = {"episode": f"{self.episode} of {self.episodes}"} if self.episodes > 1 else {}
+        values |= {"score": number(self.score), "step": str(self.steps), "action": str(action)}
         if "command" in aux:
-            words["command"] = ", ".join(number(x) for x in aux["command"][0].flatten().tolist())
-        self.waiting = self.env_batch.render(0), words
+            values["command"] = ", ".join(number(x) for x in aux["command"][0].flatten().tolist())
+        self.pending = self.env_batch.render(0), values
 
-    def _show(self, last: bool) -> None:
-        if self.waiting is None:
+    def _write(self, last: bool) -> None:
+        if self.pending is None:
             return
-        (picture, words), self.waiting = self.waiting, None
+        (image, values), self.pending = self.pending, None
         if last:
-            words["action"] = "-"  # none follows
-        whole = frame(picture, words, self.scale)
+            values["action"] = "-"  # the environment ignores it
+        frame = video_frame(image, values, self.scale)
         for _ in range(math.ceil(self.mp4.fps) if last else 1):
-            self.mp4.add(whole)
+            self.mp4.add(frame)
 
 
-def film(
+def record_video(
     experiment: Experiment,
     weights: dict[str, Tensor],
     device: torch.device,
     path: Path,
-    episodes: int = 1,
-    mode: Mode = "greedy",
-    seed: int = 0,
-    fps: float | None = None,
-    scale: int | None = None,
-    epsilon: float = 0.0,
-    command: tuple[float, ...] | None = None,
+    cfg: VideoSettings,
     threads: int | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> list[Episode]:
-    """Games one after the other, in a world of their own; fewer than asked for, and no file, if told to stop."""
-    # the stream of `evaluate` with the same seed: the same games
-    stream = substream(EVAL, seed, 0)
+    """Record episodes in an environment of their own. If `stop` cancels it, some are missing and there is no file."""
+    # the stream of `evaluate` with the same seed, so that the episodes are the same
+    stream = substream(EVAL, cfg.seed, 0)
     env_batch = experiment.env.make(1, experiment.seed, stream, threads or cores())
     try:
-        if threads is None:  # nobody has chosen yet
+        if threads is None:  # not chosen by the caller
             set_threads(None, env_batch.spec)
-        natural = env_batch.start_rendering()
-        with torch.random.fork_rng(devices=[]):  # a new network draws from the stream that training draws from
-            agent = build_agent(experiment, env_batch.spec, weights, device, command)
-        agent = EpsilonGreedyAgent(agent, epsilon, env_batch.spec.num_actions) if epsilon else agent
+        env_fps = env_batch.start_rendering()
+        with torch.random.fork_rng(devices=[]):  # initialising a network must not advance training's random numbers
+            agent = build_agent(experiment, env_batch.spec, weights, device, cfg.command)
+        agent = EpsilonGreedyAgent(agent, cfg.epsilon, env_batch.spec.num_actions) if cfg.epsilon else agent
         rng = torch.Generator(device).manual_seed(derive(experiment.seed, stream, ACTIONS))
-        with Mp4(path, fps or natural) as mp4:
-            games = play_episodes(
-                Filming(agent, env_batch, mp4, episodes, scale), env_batch, episodes, mode, rng, stop=stop
-            )
-            mp4.complete = len(games) == episodes
-        return games
+        with Mp4(path, cfg.fps or env_fps) as mp4:
+            recorder = VideoRecorder(agent, env_batch, mp4, cfg.episodes, cfg.scale)
+            episodes = play_episodes(recorder, env_batch, cfg.episodes, cfg.mode, rng, stop=stop)
+            mp4.complete = len(episodes) == cfg.episodes
+        return episodes
     finally:
         env_batch.close()
 
 
 def check_video(env: EnvConfig, seed: int) -> None:
-    """Refuse what cannot be filmed, before anything is trained."""
-    check_extra()
+    """Raise UserError if videos of an environment cannot be recorded, before training starts."""
+    check_ffmpeg()
     env_batch = env.make(1, seed, EVAL, 1)
     try:
         env_batch.start_rendering()
@@ -259,47 +295,31 @@ def check_video(env: EnvConfig, seed: int) -> None:
         env_batch.close()
 
 
-def check_extra() -> None:
+def check_ffmpeg() -> None:
     for module in ("imageio_ffmpeg", "PIL"):
         require(module, "video")
     from imageio_ffmpeg import get_ffmpeg_exe
 
     try:
         get_ffmpeg_exe()
-    except RuntimeError as e:  # the package brings none for this machine
+    except RuntimeError as e:  # the package has no ffmpeg for this machine
         raise UserError(f"videos need ffmpeg: {e}") from None
 
 
-def video(
-    run: Run | Path | str,
-    out: Path | str | None = None,
-    episodes: int = 1,
-    mode: Mode = "greedy",
-    checkpoint: str | None = None,
-    seed: int = 0,
-    fps: float | None = None,
-    scale: int | None = None,
-    epsilon: float = 0.0,
-    device: str = "auto",
-    env: EnvConfig | None = None,
-    command: tuple[float, ...] | None = None,
-) -> Filmed:
-    """Film whole games of a run's agent, on seeds it was never trained on: those `evaluate` plays with the same seed.
+def video(run: Run | Path | str, out: Path | str | None = None, **settings: Any) -> RecordedVideo:
+    """Record episodes of a run's agent as a video: those that `evaluate` with the same seed plays.
 
-    Writes video-*.mp4 into the run directory, or `out`. `fps` None: as fast as the environment is meant to be seen;
-    `scale` None: small pictures grow by a whole number. The rest is as in `evaluate`.
+    `settings` are fields of `VideoSettings`: `video(run, episodes=2, mode="sampled")`. Without `out` the file is
+    video-*.mp4 in the run directory.
     """
-    if episodes < 1 or (fps is not None and fps <= 0) or (scale is not None and scale < 1):
-        raise UserError(f"episodes={episodes} and scale={scale} must be at least 1, and fps={fps} positive")
-    if not 0 <= epsilon <= 1:
-        raise UserError(f"epsilon={epsilon} must lie in [0, 1]")
-    check_extra()
+    cfg = VideoSettings(None if out is None else Path(out), **settings)
+    check_ffmpeg()
     run = run if isinstance(run, Run) else Run(run)
-    experiment, changed = evaluation_experiment(run.experiment(), env)
-    saved = run.load(checkpoint)
-    kind = ("" if mode == "greedy" else f"-{mode}") + acting_name(epsilon, command, changed)
-    path = Path(out) if out else run.path / f"video-{saved.meta['frames']}-seed{seed}{kind}.mp4"
+    experiment, env_changes = evaluation_experiment(run.experiment(), cfg.env)
+    saved = run.load(cfg.checkpoint)
+    mode = "" if cfg.mode == "greedy" else f"-{cfg.mode}"
+    acting = acting_name(cfg.epsilon, cfg.command, env_changes)
+    path = cfg.out or run.path / f"video-{saved.meta['frames']}-seed{cfg.seed}{mode}{acting}.mp4"
     tune_malloc()
-    where = choose_device(device)
-    games = film(experiment, saved.weights, where, path, episodes, mode, seed, fps, scale, epsilon, command)
-    return Filmed(path, games)
+    episodes = record_video(experiment, saved.weights, choose_device(cfg.device), path, cfg)
+    return RecordedVideo(path, episodes)

@@ -1,4 +1,4 @@
-"""bestiary inspect RUN: play an episode and draw what memory holds meanwhile."""
+"""bestiary inspect RUN: draw one episode with the recurrent state of the agent."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,24 +11,25 @@ from bestiary.config.plugins import load_plugins
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Play one greedy episode on a fresh seed; what was seen, done and earned, and memory's inside, as a picture."""
+class InspectSettings:
+    """Draw one greedy episode on a fresh seed: observations, actions, rewards and the agent's recurrent state."""
 
     run: Annotated[Path, tyro.conf.Positional]
+    """run directory"""
     checkpoint: str | None = None
-    """frames of the checkpoint to take; None: the latest"""
+    """frames of a checkpoint, or last, or best; None: last"""
     seed: int = 0
-    """another seed, another episode"""
-    max_rows: int = 400
-    """of the episode to show"""
+    """seed of the episode, which training never uses"""
+    max_steps: int = 400
+    """maximum number of steps that are drawn"""
     out: Path | None = None
-    """where the picture goes; None: into the run directory"""
+    """image file; None: inspect-*.png in the run directory"""
 
 
 def main(args: list[str]) -> int:
     load_plugins()
-    cfg = parse(Settings, args, "bestiary inspect")
+    cfg = parse(InspectSettings, args, "bestiary inspect")
     from bestiary.analysis.inspect import inspect
 
-    print(f"written to {inspect(cfg.run, cfg.checkpoint, cfg.seed, cfg.max_rows, cfg.out)}")
+    print(f"written to {inspect(cfg.run, cfg.checkpoint, cfg.seed, cfg.max_steps, cfg.out)}")
     return 0

@@ -1,4 +1,4 @@
-"""bestiary resume RUN: continue from the last checkpoint, or from the one named."""
+"""bestiary resume RUN: continue training from the last checkpoint, or from a given one."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,31 +17,39 @@ from bestiary.training.run import Run
 
 @dataclass(frozen=True)
 class Resume:
+    """Continue training from a checkpoint."""
+
     run: Annotated[Path, tyro.conf.Positional]
     """run directory"""
     frames: Count | None = None
-    """a new frame budget, to train longer than first planned"""
+    """new training budget in environment frames; None: as before"""
     checkpoint: str | None = None
     """frames of the checkpoint to continue from; None: the last"""
     plain: bool = False
-    """plain lines even on a terminal"""
+    """print plain lines instead of a dashboard, also on a terminal"""
 
 
 def main(args: list[str]) -> int:
     load_plugins()
-    chosen = parse(Resume, args, "bestiary resume")
-    run = Run(chosen.run)
+    cfg = parse(Resume, args, "bestiary resume")
+    run = Run(cfg.run)
     experiment = run.experiment()
-    begun = chosen.checkpoint is not None or run.saved()
-    if begun:
-        run.find(chosen.checkpoint)
-    if chosen.frames is not None:
-        experiment = replace(experiment, frames=chosen.frames)
+    has_checkpoint = cfg.checkpoint is not None or run.saved()
+    if has_checkpoint:
+        run.find(cfg.checkpoint)
+    if cfg.frames is not None:
+        experiment = replace(experiment, frames=cfg.frames)
     if restarts := restarts_of(experiment):
-        longer = [] if chosen.frames is None else ["--frames", str(chosen.frames)]
-        plain = ["--plain"] if chosen.plain else []
-        again = ["resume", str(run.path), *longer, *plain, *plugin_args()]  # from the last, whichever was named first
+        longer = [] if cfg.frames is None else ["--frames", str(cfg.frames)]
+        plain = ["--plain"] if cfg.plain else []
+        again = [
+            "resume",
+            str(run.path),
+            *longer,
+            *plain,
+            *plugin_args(),
+        ]  # a restart continues from the last checkpoint
         return supervise(["resume", *args, *plugin_args()], run.path, restarts, again)
-    display = PlainDisplay() if chosen.plain else choose_display()
-    # stopped before its first checkpoint: from the beginning
-    return run_session(experiment, run.path, display, (chosen.checkpoint or "last") if begun else None)
+    display = PlainDisplay() if cfg.plain else choose_display()
+    # a run that was stopped before its first checkpoint starts from the beginning
+    return run_session(experiment, run.path, display, (cfg.checkpoint or "last") if has_checkpoint else None)

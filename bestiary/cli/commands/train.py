@@ -1,4 +1,4 @@
-"""bestiary train PRESET: train, or continue if the run directory has a checkpoint."""
+"""bestiary train PRESET: train a new run, or resume it if the run directory has a checkpoint."""
 
 import signal
 import sys
@@ -25,15 +25,15 @@ from bestiary.training.session import Session
 class Train:
     experiment: Flat
     run: Path | None = None
-    """run directory, or with --seeds the one that holds theirs, DIR/seed25 ...; None: a new one under runs/"""
+    """run directory; with --seeds the directory of their runs DIR/seed0, DIR/seed1 ...; None: a new one under runs/"""
     seeds: str | None = None
-    """train several side by side: how many from --seed on (5), a range (25..29) or a list (1,5,9)"""
+    """train several seeds in parallel: their number (5, from --seed on), a range (25..29) or a list (1,5,9)"""
     jobs: int | None = None
     """with --seeds, processes at a time; None: one per core, of this machine or of the cluster of --executor"""
     executor: ExecutorName = "local"
     """with --seeds; local: runs are processes of this machine; ray[:ADDRESS]: of a Ray cluster (auto or HOST:PORT)"""
     plain: bool = False
-    """plain lines even on a terminal"""
+    """print plain lines instead of a dashboard, also on a terminal"""
 
 
 def main(args: list[str]) -> int:
@@ -61,19 +61,19 @@ def main(args: list[str]) -> int:
 
 
 def read(args: list[str]) -> Train:
-    """PRESET and what is changed of it."""
+    """Parse the name of a preset and the changed settings."""
     name, rest = args[0], args[1:]
     return parse(Train, check_parts(rest), f"bestiary train {name}", Train(preset(name)))
 
 
 def restarts_of(experiment: Experiment) -> int:
-    """How often to start a run again that was lost; 0: somebody watches over this process already."""
+    """How often a lost run is restarted; 0: another process supervises this one already."""
     runtime = experiment.runtime
     return runtime.max_restarts if isinstance(runtime, Ray) and not is_supervised() else 0
 
 
 class Signals:
-    """Ctrl-C and SIGTERM ask for a stop at the next safe point; a second Ctrl-C insists."""
+    """Ctrl-C and SIGTERM request a stop at the next safe point; a second Ctrl-C stops at once."""
 
     def __init__(self) -> None:
         self.received = 0
@@ -83,7 +83,7 @@ class Signals:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.received and number == signal.SIGINT:
             signal.default_int_handler(number, frame)
-        elif self.received:  # said twice, as batch systems do: the first is being obeyed
+        elif self.received:  # batch systems send SIGTERM twice
             return
         self.received = number
         print("\nstopping: saving a checkpoint ...", file=sys.stderr, flush=True)
@@ -96,7 +96,7 @@ def run_session(experiment: Experiment, path: Path, display: Display, checkpoint
     stop = Signals()
     session = Session(experiment, path, display, stop, checkpoint)
     if session.runtime.frames >= experiment.frames:
-        print(f"{path} has already seen its {experiment.frames} frames; give --frames to go further")
+        print(f"{path} has used its budget of {experiment.frames} frames; give --frames to train longer")
     for _ in session:
         pass
     if not session.finished:
@@ -126,16 +126,16 @@ def run_seeds(chosen: Train, name: str) -> int:
     console.print(seeds.table(result))
     console.print(f"written to {root / 'seeds.json'} and {root / 'seeds.csv'}", soft_wrap=True)
     if stop.received:
-        print(f"stopped; the same command with --run {root} goes on")
+        print(f"stopped; the same command with --run {root} continues")
         return 128 + stop.received
     if failed := [f"seed {row['seed']}: {row['problem']}" for row in result["seeds"] if row["problem"]]:
-        raise UserError(f"{len(failed)} of {len(numbers)} seeds failed, the first: {failed[0]}; --run {root} goes on")
-    print(f"  bestiary eval {root}           every seed on fresh games, with intervals over seeds")
+        raise UserError(f"{len(failed)} of {len(numbers)} seeds failed, the first: {failed[0]}; --run {root} continues")
+    print(f"  bestiary eval {root}           evaluate every seed, with intervals over seeds")
     print(f"  bestiary plot {root}           one curve with its interval")
     return 0
 
 
 def print_end(run: Run) -> None:
     print(f"\nresults are in {run.path}")
-    print(f"  bestiary eval {run.path}          whole games on fresh seeds, with intervals")
+    print(f"  bestiary eval {run.path}          evaluate on fresh seeds, with confidence intervals")
     print(f"  tensorboard --logdir {run.path}   curves")

@@ -31,7 +31,8 @@ class Policy:
     """
 
     def __init__(self, agent: Agent, spec: Spec, mode: Mode, rng: torch.Generator) -> None:
-        self.agent, self.spec, self.mode, self.rng = agent, spec, mode, rng
+        self.agent, self.spec, self.rng = agent, spec, rng
+        self.mode: Mode = mode
         self.batch_size: int | None = None  # None: single observations, or no observation yet
         self.started = False
         self.state: State = ()

@@ -793,7 +793,7 @@ def test_a_time_limit_truncates_an_episode():
         ("stall", "19", "env.stall=19 must be at least 20"),
         ("sticky", "1", "env.sticky=1.0 must be a probability below 1"),
         ("frame-skip", "0", "env.frame-skip must be at least 1"),
-        ("time-limit-frames", "38", "env.time-limit-frames=38 leaves no time for agent steps"),
+        ("time-limit-frames", "38", "env.time-limit-frames=38 leaves no steps after"),
     ],
 )
 def test_a_mistake_is_refused_in_one_sentence_before_any_work(flag, value, words, tmp_path, monkeypatch, capsys):

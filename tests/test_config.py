@@ -302,7 +302,7 @@ def test_a_setting_that_only_one_side_knows_is_a_difference():
     assert differences(new, old) == ["layers: 1 -> None"]
 
 
-def test_a_run_may_go_on_longer_elsewhere_and_log_more_but_not_become_another():
+def test_only_settings_that_do_not_change_results_may_differ():
     saved = preset("recall")
     longer = replace(
         saved,

@@ -47,7 +47,7 @@ class R2d2(QLearning):
     grad_norm: float | None = 40.0
     optimizer: OptimizerConfig = field(default_factory=lambda: Adam(lr=1e-4, eps=1e-3))
     epsilon_base: float = 0.4
-    """epsilon of environment i of N is base^(1 + alpha i / (N - 1)) (Ape-X 0.4)"""
+    """epsilon-greedy exploration: epsilon of environment i of N is base^(1 + alpha i / (N - 1)) (Ape-X 0.4)"""
     epsilon_alpha: float = 7.0
     """alpha of the per-environment epsilon schedule (Ape-X 7)"""
 

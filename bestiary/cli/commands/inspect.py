@@ -11,7 +11,7 @@ from bestiary.config.plugins import load_plugins
 
 
 @dataclass(frozen=True)
-class InspectSettings:
+class InspectCommand:
     """Draw one greedy episode on a fresh seed: observations, actions, rewards and the agent's recurrent state."""
 
     run: Annotated[Path, tyro.conf.Positional]
@@ -28,7 +28,7 @@ class InspectSettings:
 
 def main(args: list[str]) -> int:
     load_plugins()
-    cfg = parse(InspectSettings, args, "bestiary inspect")
+    cfg = parse(InspectCommand, args, "bestiary inspect")
     from bestiary.analysis.inspect import inspect
 
     print(f"written to {inspect(cfg.run, cfg.checkpoint, cfg.seed, cfg.max_steps, cfg.out)}")

@@ -15,7 +15,7 @@ from bestiary.errors import UserError
 
 
 @dataclass(frozen=True)
-class PlotSettings:
+class PlotCommand:
     """Learning curves. Runs that differ only in the seed are one line, labelled by the settings that distinguish it."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
@@ -44,7 +44,7 @@ class PlotSettings:
 
 def main(args: list[str]) -> int:
     load_plugins()
-    cfg = parse(PlotSettings, args, "bestiary plot")
+    cfg = parse(PlotCommand, args, "bestiary plot")
     labels = {name: [run for run in runs.split(",") if run] for name, runs in pairs("label", cfg.label)}
     references = {name: number(name, value) for name, value in pairs("reference", cfg.reference)}
     from bestiary.analysis.plot import plot

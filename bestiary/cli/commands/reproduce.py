@@ -15,7 +15,7 @@ from bestiary.launch.reproduce import Scale, estimate_seconds, format_seconds, p
 
 
 @dataclass(frozen=True)
-class ReproduceSettings:
+class ReproduceCommand:
     """Plan the runs of a figure, train the missing ones, plot. The same command resumes after a stop."""
 
     figure: Annotated[str, tyro.conf.Positional]
@@ -39,13 +39,13 @@ class ReproduceSettings:
 
 
 def main(args: list[str]) -> int:
-    cfg = parse(ReproduceSettings, args, "bestiary reproduce")
+    cfg = parse(ReproduceCommand, args, "bestiary reproduce")
     check_jobs(cfg.jobs)
     with choose_executor(cfg.executor) as executor:
         return reproduce(cfg, executor)
 
 
-def reproduce(cfg: ReproduceSettings, executor: Executor) -> int:
+def reproduce(cfg: ReproduceCommand, executor: Executor) -> int:
     root = cfg.out or Path("runs/reproduce") / f"{cfg.figure.replace('/', '-')}-{cfg.scale}"
     jobs = plan(cfg.figure, cfg.scale, cfg.seeds, cfg.cores, root)
     missing = [job for job in jobs if not job.finished]

@@ -29,7 +29,6 @@ from bestiary.cli.parse import parse, settings
 from bestiary.config.schema import advanced
 from bestiary.launch import K8s, Slurm
 
-PENDING = ("bench.riverraid", "cli.commands.video", "cli.commands.inspect", "config.experiment")
 COMMANDS: list[type] = [
     Train,
     SweepCommand,
@@ -75,7 +74,6 @@ def undocumented(cls: type) -> set[str]:
         f"{owner.__name__}.{field.name}"
         for _, owner, field in settings(cls)
         if field.name not in documented_fields(owner)
-        and not owner.__module__.startswith(tuple(f"bestiary.{module}" for module in PENDING))
     }
 
 

@@ -235,6 +235,9 @@ class Told(Agent):
         n = len(step.is_first)
         return torch.full((n,), 2), {"command": torch.tensor([[212.3, 140.0]] * n)}, ()
 
+    def episode_info(self, aux):
+        return {"desired_return": aux["command"][:, 0], "desired_horizon": aux["command"][:, 1]}
+
 
 class Album:
     fps = 2.5
@@ -260,7 +263,7 @@ def test_beneath_each_picture_is_what_had_been_earned_then_and_what_was_done_nex
     assert [w["step"] for w in told] == list("012345") * 2
     assert [w["action"] for w in told] == ["2", "2", "2", "2", "2", "-"] * 2
     assert [w["score"] for w in told] == ["0", "0", "-0.5", "-1", "-1.5", "-1.5"] * 2
-    assert {w["command"] for w in told} == {"212.3, 140"}
+    assert {(w["desired return"], w["desired horizon"]) for w in told} == {("212.3", "140")}
     assert len(album.pictures) == 2 * (5 + math.ceil(album.fps))  # a game's last picture stays for a second
 
 
@@ -324,7 +327,8 @@ def test_an_agent_that_follows_commands_is_shown_with_the_one_it_was_given(tmp_p
     run.save(0, agent.state_dict(), {}, 1)
     filmed = bestiary.video(run, command=(30.0, 7.0))
     assert filmed.file.name == "video-0-seed0-command30-7.mp4"
-    assert [w["command"] for w in told[:4]] == ["30, 7", "30, 6", "30, 5", "30, 4"]
+    assert [w["desired return"] for w in told[:4]] == ["30"] * 4
+    assert [w["desired horizon"] for w in told[:4]] == ["7", "6", "5", "4"]
     with pytest.raises(UserError, match="2 numbers, not 1"):
         bestiary.video(run, command=(30.0,))
 

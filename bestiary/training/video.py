@@ -238,8 +238,8 @@ class VideoRecorder(AgentWrapper):
         self.score = 0.0 if is_first else self.score + float(step.reward[0])
         values = {"episode": f"{self.episode} of {self.episodes}"} if self.episodes > 1 else {}
         values |= {"score": number(self.score), "step": str(self.steps), "action": str(action)}
-        if "command" in aux:
-            values["command"] = ", ".join(number(x) for x in aux["command"][0].flatten().tolist())
+        info = self.agent.episode_info(aux)  # for return-conditioned agents: desired return and horizon
+        values |= {name.replace("_", " "): number(x[0].item()) for name, x in info.items()}
         self.pending = self.env_batch.render(0), values
 
     def _write(self, last: bool) -> None:

@@ -265,7 +265,7 @@ def test_unsuitable_reference_runs_are_refused(tmp_path):
     base = preset("cartpole-dqn")
     short = {"frames": 400, "evaluation": Evaluation(episodes=0), "runtime": Local(envs=4, threads=1)}
     other = bestiary.train(
-        replace(base, env=Catch(), net=Net(), algo=Dqn(unroll=4, warmup=10), **short), tmp_path / "q"
+        replace(base, env=Catch(), net=Net(), algo=configure(Dqn, unroll=4, warmup=10), **short), tmp_path / "q"
     )
     refused("was trained by Dqn: name a run of IMPALA", other.path)
     five = bestiary.train(replace(catch(), env=Recall(cues=5)), tmp_path / "five")

@@ -89,8 +89,10 @@ def parse(cls: type[T], args: list[str], prog: str, default: Any = None) -> T:
         value, unknown = tyro.cli(cls, **options)  # a mistake that tyro explains: parse again and print
     if unknown:
         word = next((w for w in unknown if w.startswith("-")), unknown[0])
-        if (name := word.split("=")[0]) in flags(cls):
-            raise UserError(f"there is no flag {name} for what is chosen here: {owners(name)}")
+        if (name := word.split("=")[0]) in (known := set(flags(cls))):
+            renamed = renamed_flag(name, known - {name})  # another choice may have taken over an old name
+            reason = owners(name) if renamed is None else f"{owners(name)}, or {renamed}"
+            raise UserError(f"there is no flag {name} for what is chosen here: {reason}")
         hint = did_you_mean(word.split("=")[0], sorted(set(flags(cls))), f"see `{prog} --help`")
         raise UserError(f"there is no flag {word}: {hint}" if word.startswith("-") else f"what is {word!r}? {hint}")
     return value

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from bestiary.config.registration import register_with_gymnasium
 
-# Read once, when PyTorch's OpenMP library is loaded: idle threads should spin only briefly, because the
-# emulators' threads want the same cores (acting alone became a quarter faster on two cores).
+# PyTorch's OpenMP library reads this once, when it is loaded. Idle threads then spin only briefly and leave the cores
+# to the threads of the emulators: acting alone became a quarter faster on two cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 register_with_gymnasium()

@@ -1,4 +1,4 @@
-"""Apply a function to every tensor of nested tuples, named tuples, lists and dicts."""
+"""Functions of trees of tensors: nested tuples, named tuples, lists and dicts."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -10,7 +10,7 @@ Tree = TypeVar("Tree")
 
 
 def map(fn: Callable[..., Any], *trees: Tree) -> Tree:
-    """`fn` of the corresponding leaves of equally shaped trees."""
+    """Apply `fn` to the corresponding leaves of trees of the same structure."""
     first: Any = trees[0]
     if first is None:
         return None  # type: ignore
@@ -39,12 +39,12 @@ def to_device(tree: Tree, device: torch.device) -> Tree:
 
 
 def size(tree: Any) -> int:
-    """Bytes of all leaves."""
+    """Size of all leaves in bytes."""
     found: list[int] = []
     map(lambda leaf: found.append(leaf.numel() * leaf.element_size()), tree)
     return sum(found)
 
 
 def where(mask: Tensor, yes: Tree, no: Tree) -> Tree:
-    """Choose per batch row: leaves are [B, ...], `mask` is [B]."""
+    """Choose for each entry of the batch: leaves are [B, ...], `mask` is [B]."""
     return map(lambda y, n: torch.where(mask.view(-1, *[1] * (y.dim() - 1)), y, n), yes, no)

@@ -1,4 +1,4 @@
-"""Checkpoints survive crashes and strangers."""
+"""Checkpoints survive crashes, are verified when they are loaded, and cannot run code."""
 
 import json
 import os
@@ -91,7 +91,7 @@ def test_a_pickle_that_would_run_code_does_not_run(name, how, tmp_path):
         (path / name).write_bytes(pickle.dumps(Evil(trap)))
     with pytest.raises(BadCheckpoint):
         checkpoint.load(path)
-    # a stranger who also mends the hash gets no further
+    # correct hashes make no difference
     meta = path / "meta.json"
     files = {n: checkpoint._digest(path / n) for n in ("weights.safetensors", "trainer.pt")}
     meta.write_text(json.dumps({"format": 1, "frames": 7, "files": files}))
@@ -100,7 +100,7 @@ def test_a_pickle_that_would_run_code_does_not_run(name, how, tmp_path):
     assert not trap.exists()
 
 
-def test_a_damaged_checkpoint_is_refused_and_the_last_good_one_offered(tmp_path):
+def test_a_damaged_checkpoint_is_refused_and_the_last_good_one_named(tmp_path):
     run = run_with(tmp_path, 100, 200, 300)
     for frames in (200, 300):
         (run.path / "checkpoints" / f"{frames:012d}" / "weights.safetensors").write_bytes(b"junk")
@@ -109,13 +109,13 @@ def test_a_damaged_checkpoint_is_refused_and_the_last_good_one_offered(tmp_path)
     assert run.load("100").meta["frames"] == 100
 
 
-def test_a_checkpoint_that_does_not_exist_is_refused_with_those_that_do(tmp_path):
+def test_a_missing_checkpoint_is_refused_with_a_list_of_the_others(tmp_path):
     run = run_with(tmp_path, 100, 200)
     with pytest.raises(BadCheckpoint, match="it has: 100, 200"):
         run.load("150")
 
 
-def test_the_latest_checkpoints_are_kept_and_the_older_forgotten(tmp_path):
+def test_the_latest_checkpoints_are_kept_and_older_ones_deleted(tmp_path):
     run = run_with(tmp_path)
     for frames in (1, 2, 3, 10, 11):
         run.save(frames, WEIGHTS, TRAINER, keep=2)
@@ -126,7 +126,7 @@ def best(run: Run) -> list[int]:
     return [int(p.name) for p in run.saved("best")]
 
 
-def test_the_best_by_evaluation_are_kept_and_of_equals_the_newer(tmp_path):
+def test_the_best_by_evaluation_are_kept_newer_ones_first(tmp_path):
     run = run_with(tmp_path)
     assert run.best_score() == -float("inf")
     kept = []
@@ -148,8 +148,8 @@ def test_a_score_that_is_not_a_number_is_never_the_best(tmp_path):
     assert best(run) == []
 
 
-def test_coming_by_the_same_frames_again_keeps_the_better_score(tmp_path):
-    """As a run does that goes on from an earlier checkpoint."""
+def test_the_same_frames_again_keep_the_better_score(tmp_path):
+    """A run that is resumed from an earlier checkpoint passes the same frames again."""
     run = run_with(tmp_path)
     for score in (3.0, 2.0):
         run.save_best(1, score, WEIGHTS, keep=2)
@@ -158,7 +158,7 @@ def test_coming_by_the_same_frames_again_keeps_the_better_score(tmp_path):
     assert (best(run), run.best_score()) == ([1], 4.0)
 
 
-def test_a_damaged_one_among_the_best_is_passed_over(tmp_path):
+def test_a_damaged_best_checkpoint_is_skipped(tmp_path):
     run = run_with(tmp_path)
     for frames, score in ((1, 1.0), (2, 2.0)):
         run.save_best(frames, score, WEIGHTS, keep=2)
@@ -168,7 +168,7 @@ def test_a_damaged_one_among_the_best_is_passed_over(tmp_path):
     assert best(run) == [1, 3]
 
 
-def test_a_write_cut_short_leaves_the_previous_checkpoint_whole(tmp_path, monkeypatch):
+def test_an_interrupted_write_leaves_the_previous_checkpoint_intact(tmp_path, monkeypatch):
     run = run_with(tmp_path, 100)
 
     def killed(*_):
@@ -183,8 +183,8 @@ def test_a_write_cut_short_leaves_the_previous_checkpoint_whole(tmp_path, monkey
     assert [p.name for p in (run.path / "checkpoints").iterdir()] == [f"{200:012d}"]
 
 
-def test_a_full_disk_while_saving_is_one_sentence_and_the_last_good_checkpoint_survives(tmp_path):
-    """The file size limit of a child process plays the full disk."""
+def test_a_full_disk_is_one_sentence_and_keeps_the_last_checkpoint(tmp_path):
+    """The file size limit of a child process stands for a full disk."""
     run = run_with(tmp_path, 100)
     code = f"""
 import resource, signal, torch
@@ -221,7 +221,7 @@ def test_a_run_is_named_by_its_own_directory_when_found_through_a_link(tmp_path)
     assert int(rows(Run(tmp_path / "one"))[-1]["frames"]) >= 800
 
 
-def test_the_latest_link_follows_the_newest_run_but_never_replaces_a_directory(tmp_path):
+def test_runs_latest_follows_the_newest_run_but_replaces_only_links(tmp_path):
     Run.create(tmp_path / "one", preset("recall"))
     Run.create(tmp_path / "two", preset("recall"))
     assert (tmp_path / "latest").resolve().name == "two"

@@ -1,4 +1,4 @@
-"""Evaluation: whole games, fair quotas, fresh seeds, the protocol beside the number."""
+"""Evaluation: whole episodes, quotas per slot, fresh seeds, and the protocol in the result."""
 
 import json
 import re
@@ -28,8 +28,8 @@ from bestiary.training.evaluation import human_normalised, reference_scores
 from bestiary.types import TimeStep
 
 
-class Still(Agent):
-    """Never moves; counts its rows in its memory, forgetting at is_first as every agent must."""
+class StayAgent(Agent):
+    """Always chooses action 1. Its recurrent state counts the steps of the episode."""
 
     def initial_state(self, batch_size):
         return (torch.zeros(batch_size),)
@@ -53,50 +53,52 @@ def run(tmp_path_factory):
     return bestiary.train(experiment, tmp_path_factory.mktemp("e") / "run")
 
 
-def test_every_slot_plays_its_share_so_short_games_are_not_favoured():
+def test_every_slot_has_a_quota_so_short_episodes_are_not_favoured():
     env_batch = Catch().make(4, 0, EVAL, 1)
-    games = play_episodes(Still(), env_batch, 10, "greedy", torch.Generator())
-    assert [sum(e.slot == s for e in games) for s in range(4)] == [3, 3, 2, 2]
-    assert all(e.steps == 9 for e in games)
+    episodes = play_episodes(StayAgent(), env_batch, 10, "greedy", torch.Generator())
+    assert [sum(e.slot == s for e in episodes) for s in range(4)] == [3, 3, 2, 2]
+    assert all(e.steps == 9 for e in episodes)
 
 
-def test_memory_is_carried_within_a_game_and_dropped_between_games():
-    agent, env_batch = Still(), Catch().make(2, 0, EVAL, 1)
+def test_the_state_is_carried_within_episodes_and_reset_between_them():
+    agent, env_batch = StayAgent(), Catch().make(2, 0, EVAL, 1)
     play_episodes(agent, env_batch, 4, "greedy", torch.Generator())
     assert agent.ages.max() <= 10
 
 
-def test_positive_only_replays_until_the_final_score_is_positive():
+def test_positive_only_replaces_episodes_without_a_positive_score():
     env_batch = Catch().make(4, 0, EVAL, 1)
-    games = play_episodes(Still(), env_batch, 8, "greedy", torch.Generator(), accept=lambda e: e.score > 0)
-    assert [e.score for e in games] == [1.0] * 8
+    episodes = play_episodes(StayAgent(), env_batch, 8, "greedy", torch.Generator(), accept=lambda e: e.score > 0)
+    assert [e.score for e in episodes] == [1.0] * 8
 
 
-def test_positive_only_gives_up_in_a_sentence():
+def test_positive_only_gives_up_with_one_sentence():
     env_batch = Catch().make(2, 0, EVAL, 1)
     with pytest.raises(ValueError, match="had a positive score"):
-        play_episodes(Still(), env_batch, 2, "greedy", torch.Generator(), accept=lambda e: False)
+        play_episodes(StayAgent(), env_batch, 2, "greedy", torch.Generator(), accept=lambda e: False)
 
 
-def test_a_stopped_evaluation_returns_what_it_has():
-    assert play_episodes(Still(), Catch().make(2, 0, EVAL, 1), 4, "greedy", torch.Generator(), stop=lambda: True) == []
+def test_a_cancelled_evaluation_returns_the_finished_episodes():
+    assert (
+        play_episodes(StayAgent(), Catch().make(2, 0, EVAL, 1), 4, "greedy", torch.Generator(), stop=lambda: True) == []
+    )
 
 
 @pytest.mark.parametrize("epsilon", [0.25, 1.0])
-def test_with_epsilon_some_actions_are_at_random_and_all_are_as_likely(epsilon):
-    agent, n = EpsilonGreedyAgent(Still(), epsilon, 4), 40_000
+def test_epsilon_replaces_actions_by_uniformly_random_ones(epsilon):
+    agent, n = EpsilonGreedyAgent(StayAgent(), epsilon, 4), 40_000
     nothing = torch.zeros(n)
     step = TimeStep(nothing, nothing.long(), nothing, nothing.bool(), nothing.bool())
     action, _, state = agent.act(step, agent.initial_state(n), None, torch.Generator().manual_seed(0))
     shares = torch.bincount(action, minlength=4) / n
     at_random = epsilon / 4
     torch.testing.assert_close(shares[[0, 2, 3]], torch.full((3,), at_random), atol=0.01, rtol=0)
-    assert shares[1] == pytest.approx(1 - 3 * at_random, abs=0.01)  # what it means to do, or by chance
-    assert (state[0] == 1).all()  # memory goes on underneath
+    assert shares[1] == pytest.approx(1 - 3 * at_random, abs=0.01)  # its own action, or the same one by chance
+    assert (state[0] == 1).all()  # the state is updated all the same
 
 
 @pytest.mark.parametrize("name", family("algo"))
-def test_epsilon_reaches_every_kind_of_agent_and_draws_only_from_its_own_stream(name):
+def test_epsilon_works_with_every_agent_and_uses_only_its_own_generator(name):
     spec = Catch().make(1, 0, EVAL, 1).spec
     agent = family("algo")[name]().agent(spec, Net(), Lstm(hidden=4))
 
@@ -112,8 +114,8 @@ def test_epsilon_reaches_every_kind_of_agent_and_draws_only_from_its_own_stream(
 def test_epsilon_is_part_of_the_protocol(run, capsys):
     assert main(["eval", str(run.path), "--episodes", "4", "--threads", "1", "--epsilon", "0.5"]) == 0
     assert "actions are replaced by random ones with probability 0.5" in capsys.readouterr().out
-    (told,) = run.path.glob("eval-*-1x4-seed0-epsilon0.5.json")
-    assert json.loads(told.read_text())["protocol"]["epsilon"] == 0.5
+    (file,) = run.path.glob("eval-*-1x4-seed0-epsilon0.5.json")
+    assert json.loads(file.read_text())["protocol"]["epsilon"] == 0.5
     plain = bestiary.evaluate(run, 4, threads=1)
     assert plain["protocol"]["epsilon"] == 0
     assert plain["file"].endswith("-1x4-seed0.json")
@@ -144,7 +146,7 @@ def test_the_same_evaluation_twice_gives_the_same_scores(run):
     assert first["sampled"]["scores"] != other["sampled"]["scores"]
 
 
-def test_repetitions_use_seeds_of_their_own(run):
+def test_repeats_use_different_seeds(run):
     result = bestiary.evaluate(run, 16, repeats=3, modes=("sampled",), threads=1)
     scores = result["sampled"]["scores"]
     assert len(scores) == 48
@@ -158,7 +160,7 @@ def test_evaluation_refuses_nonsense(run):
         bestiary.evaluate(run, 1, checkpoint="best")
 
 
-def test_success_stands_beside_what_is_possible_with_and_without_memory(tmp_path, capsys):
+def test_success_is_reported_with_the_reference_values(tmp_path, capsys):
     base = preset("recall")
     small = configure(base.algo, batch_size=4)
     experiment = replace(
@@ -176,15 +178,15 @@ def test_success_stands_beside_what_is_possible_with_and_without_memory(tmp_path
     assert result["references"] == {"metric": "score", "optimal": 1.0, "memoryless": 0.5}
     sampled = result["sampled"]
     assert sampled["success"]["n"] == 40
-    won = [score > 0.4 for score in sampled["scores"]]  # 1, or 0.5 after a slip
+    won = [score > 0.4 for score in sampled["scores"]]  # 1, or 0.5 after a wrong turn
     assert sampled["success"]["mean"] == np.mean(won)
     print_report(result, ("greedy", "sampled"))
-    told = capsys.readouterr().out
-    assert "score: optimal 1.0, without memory 0.5" in told
-    assert re.search(r"sampled +success +40", told)
+    printed = capsys.readouterr().out
+    assert "score: optimal 1.0, without memory 0.5" in printed
+    assert re.search(r"sampled +success +40", printed)
 
 
-def test_a_run_can_be_played_elsewhere_than_it_was_trained(tmp_path, capsys):
+def test_a_run_can_be_evaluated_in_another_environment(tmp_path, capsys):
     algo = configure(Dqn, unroll=4, batch_size=4, warmup=50, capacity=200, updates_per_step=0.02, head=(8,))
     experiment = Experiment(
         TMaze(length=3),
@@ -195,7 +197,7 @@ def test_a_run_can_be_played_elsewhere_than_it_was_trained(tmp_path, capsys):
         evaluation=Evaluation(episodes=0),
     )
     run = bestiary.train(experiment, tmp_path / "run")
-    # a maze of which no batch would fit into what the run remembers
+    # a maze whose episodes would not fit into the replay buffer of the run
     assert main(["eval", str(run.path), "--episodes", "4", "--env.length", "100", "--threads", "1"]) == 0
     assert "not as in training: length: 3 -> 100" in capsys.readouterr().out
     (report,) = run.path.glob("eval-*-length-3-100.json")
@@ -205,20 +207,19 @@ def test_a_run_can_be_played_elsewhere_than_it_was_trained(tmp_path, capsys):
     assert run.experiment().env == experiment.env
     assert main(["eval", str(run.path), "--episodes", "4", "--threads", "1"]) == 0
     assert "not as in training" not in capsys.readouterr().out
-    assert main(["eval", str(run.path), "env:catch"]) == 2  # other pictures, other network
+    assert main(["eval", str(run.path), "env:catch"]) == 2  # other observations need another network
     assert "another network" in capsys.readouterr().err
     assert main(["eval", str(tmp_path / "nowhere"), "--env.length", "100"]) == 2
     assert "no argument is a run directory" in capsys.readouterr().err
 
 
-def test_what_is_not_success_is_not_reported(run):
+def test_success_is_not_reported_where_it_is_not_defined(run):
     result = bestiary.evaluate(run, 4, modes=("greedy",), threads=1)
     assert "references" not in result
     assert "success" not in result["greedy"]
 
 
-def test_evaluation_keeps_what_belongs_to_the_whole_run(monkeypatch, tmp_path):
-    """The run's seed reaches every evaluation; only the stream is another."""
+def test_evaluations_use_the_seed_of_the_run_with_other_streams(monkeypatch, tmp_path):
     asked = []
     make = Catch.make
     monkeypatch.setattr(Catch, "make", lambda self, *args: asked.append(args) or make(self, *args))
@@ -232,7 +233,7 @@ def test_evaluation_keeps_what_belongs_to_the_whole_run(monkeypatch, tmp_path):
     bestiary.evaluate(run, 2, seed=1, modes=("greedy",), threads=1)
     assert {seed for _, seed, *_ in asked} == {7}
     streams = [stream for _, _, stream, _ in asked]
-    assert len(set(streams)) == len(streams) == 5  # training, its evaluation, two repetitions, another seed
+    assert len(set(streams)) == len(streams) == 5  # training, its evaluation, two repeats, another seed
 
 
 def test_weights_of_another_network_are_refused(run, tmp_path):
@@ -273,7 +274,7 @@ def tiny_atari(**env) -> Experiment:
     )
 
 
-def test_an_atari_evaluation_reports_games_lives_and_human_normalised_scores(tmp_path):
+def test_an_atari_evaluation_reports_lives_and_human_normalised_scores(tmp_path):
     run = bestiary.train(tiny_atari(), tmp_path / "run")
     result = bestiary.evaluate(run, 2, modes=("sampled",), threads=1)["sampled"]
     assert result["life_return"]["n"] >= result["score"]["n"] == 2
@@ -282,23 +283,23 @@ def test_an_atari_evaluation_reports_games_lives_and_human_normalised_scores(tmp
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_a_run_can_be_played_with_one_life_or_with_all(trained, tmp_path):
+def test_a_run_can_be_evaluated_with_one_life_or_with_all(trained, tmp_path):
     run = bestiary.train(tiny_atari(one_life=trained), tmp_path / "run")
     command = ["eval", str(run.path), "--episodes", "2", "--mode", "sampled", "--threads", "1"]
     lives = {}
     for flags, name in (([], "eval-*-sampled.json"), ([f"--env.{'no-' * trained}one-life"], "eval-*-one_life-*.json")):
         assert main(command + flags) == 0
         (file,) = run.path.glob(name)
-        told = json.loads(file.read_text())
-        lives[told["protocol"]["env"]["one_life"]] = told["sampled"]["life_return"]["n"]
-        assert ("human_normalised" in told["sampled"]) == (not told["protocol"]["env"]["one_life"])
+        result = json.loads(file.read_text())
+        lives[result["protocol"]["env"]["one_life"]] = result["sampled"]["life_return"]["n"]
+        assert ("human_normalised" in result["sampled"]) == (not result["protocol"]["env"]["one_life"])
     assert lives[True] == 2 < lives[False]
 
 
 @pytest.mark.parametrize(("lives", "trained", "one"), [
     ("as trained", False, False), ("as trained", True, True), ("all", True, False), ("one", False, True),
 ])  # fmt: skip
-def test_evaluations_during_training_say_how_many_lives_they_play(lives, trained, one, monkeypatch, tmp_path):
+def test_evaluations_during_training_have_a_setting_for_lives(lives, trained, one, monkeypatch, tmp_path):
     asked = []
     make = Atari.make
     monkeypatch.setattr(Atari, "make", lambda self, *args: asked.append((args[2], self.one_life)) or make(self, *args))
@@ -314,6 +315,6 @@ def test_lives_are_refused_where_there_are_none():
     assert "\n" not in str(refusal.value)
 
 
-def test_a_missing_extra_is_named_with_its_install_line():
+def test_a_missing_extra_is_named_with_its_install_command():
     with pytest.raises(MissingExtra, match=r'pip install "bestiary\[wandb\]"'):
         require("a_module_that_is_not_there", "wandb")

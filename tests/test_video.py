@@ -1,4 +1,4 @@
-"""What a spectator gets to see: every environment has a picture, every game a film, and learning does not notice."""
+"""Videos: every environment can be rendered, episodes become files, and learning is not affected."""
 
 import csv
 import math
@@ -70,7 +70,7 @@ def moves(env_batch, count):
 
 
 def read_back(path):
-    """Size, frames per second and pictures of a file."""
+    """Size, frames per second and images of a file."""
     frames = ffmpeg.read_frames(path)
     about = next(frames)
     width, height = about["size"]
@@ -82,11 +82,11 @@ def run(tmp_path_factory) -> Run:
     return bestiary.train(SMALL, tmp_path_factory.mktemp("runs") / "recall")
 
 
-# -- pictures ----------------------------------------------------------------------------------------
+# -- images ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("env", FAMILIES, ids=repr)
-def test_every_environment_shows_a_picture_that_changes_as_it_is_played(env):
+def test_every_environment_renders_images_that_change_with_its_state(env):
     env_batch = env_batch_of(env, 2)
     try:
         assert 1 <= env_batch.start_rendering() <= 120
@@ -99,14 +99,14 @@ def test_every_environment_shows_a_picture_that_changes_as_it_is_played(env):
         for _ in moves(env_batch, 16):  # Visual Match begins walled in
             seen.append(env_batch.render(1))
             assert seen[-1].shape == first.shape
-        assert any((picture != first).any() for picture in seen)
-        assert (first == kept).all()  # a picture stays what it was
+        assert any((image != first).any() for image in seen)
+        assert (first == kept).all()  # an image is a copy
     finally:
         env_batch.close()
 
 
 @pytest.mark.parametrize("env", FAMILIES, ids=repr)
-def test_being_watched_changes_no_game(env):
+def test_rendering_changes_no_episode(env):
     rows = []
     for watched in (False, True):
         env_batch = env_batch_of(env, 2)
@@ -119,7 +119,7 @@ def test_being_watched_changes_no_game(env):
         assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True))
 
 
-def test_of_atari_the_screen_is_shown_in_colour_and_of_the_same_moment():
+def test_atari_renders_the_screen_in_colour_at_the_same_step():
     env_batch = env_batch_of(Atari("Breakout", one_life=True, sticky=0.25))
     env_batch.start_rendering()
     env_batch.reset()
@@ -132,11 +132,11 @@ def test_of_atari_the_screen_is_shown_in_colour_and_of_the_same_moment():
         grey = screen @ np.array([0.299, 0.587, 0.114])
         small = grey.repeat(2, 0).reshape(84, 5, 160).mean(1).repeat(21, 1).reshape(84, 84, 40).mean(2)
         assert abs(small - row.obs[0, 0].numpy()).max() < 2
-    assert begun  # games that end with a life are started by us, not by the emulator
+    assert begun  # the environment, not the emulator, starts episodes of one life
     env_batch.close()
 
 
-def test_an_environment_made_for_processes_is_drawn_in_this_one():
+def test_an_environment_in_worker_processes_renders_in_this_process():
     env_batch = env_batch_of(Gym("bestiary/Catch-v0", processes=True))
     env_batch.start_rendering()
     env_batch.reset()
@@ -144,14 +144,14 @@ def test_an_environment_made_for_processes_is_drawn_in_this_one():
     env_batch.close()
 
 
-def test_catch_and_recall_draw_what_there_is():
+def test_catch_and_recall_render_their_state():
     env = CatchEnv(1, 4, 3, render_mode="rgb_array")
     env.reset(seed=0)
     orange, blue = (228, 148, 109), (60, 90, 150)
     for _ in range(3):
-        (picture,) = env.render()
-        assert (picture[env.ball_row[0] * 32 + 16, env.ball_col[0] * 32 + 16] == orange).all()
-        assert (picture[-2, env.paddle[0] * 32 + 4] == blue).all()
+        (image,) = env.render()
+        assert (image[env.ball_row[0] * 32 + 16, env.ball_col[0] * 32 + 16] == orange).all()
+        assert (image[-2, env.paddle[0] * 32 + 4] == blue).all()
         env.step(np.array([2]))
     for cues in (2, 4, 300):
         env_batch = Recall(delay=2, cues=cues).make(1, 0, 0, 1)
@@ -163,7 +163,7 @@ def test_catch_and_recall_draw_what_there_is():
 
 @dataclass(frozen=True)
 class Invisible:
-    """An environment that nobody has drawn."""
+    """An environment that cannot be rendered."""
 
     def make(self, num_envs, seed, stream, threads):
         class Unseen(CatchEnv):
@@ -172,7 +172,7 @@ class Invisible:
         return VectorEnvBatch("Invisible", Unseen(num_envs), seed, stream)
 
 
-def test_an_environment_without_a_picture_says_so(monkeypatch):
+def test_an_environment_that_cannot_be_rendered_is_refused(monkeypatch):
     import gymnasium
 
     class Dark(gymnasium.Env):
@@ -198,26 +198,26 @@ def test_an_environment_without_a_picture_says_so(monkeypatch):
 @pytest.mark.parametrize(
     ("size", "scale"), [((5, 5), 60), ((84, 84), 4), ((210, 160), 2), ((400, 600), 1), ((120, 640), 2), ((9, 4000), 1)]
 )
-def test_small_pictures_grow_by_whole_numbers_and_sizes_are_even(size, scale):
+def test_small_images_are_scaled_by_integers_to_even_sizes(size, scale):
     assert default_scale(*size) == scale
-    picture = np.random.default_rng(0).integers(0, 255, (*size, 3), np.uint8)
-    whole = video_frame(picture, {"score": "0"})
+    image = np.random.default_rng(0).integers(0, 255, (*size, 3), np.uint8)
+    whole = video_frame(image, {"score": "0"})
     height, width = size[0] * scale, size[1] * scale
     assert whole.shape[0] == height + height % 2 + CAPTION_HEIGHT
     assert whole.shape[0] % 2 == whole.shape[1] % 2 == 0
     left = (whole.shape[1] - width) // 2
-    assert (whole[:height:scale, left : left + width : scale] == picture).all()
-    assert (whole[scale - 1 : height : scale, left + scale - 1 : left + width : scale] == picture).all()
+    assert (whole[:height:scale, left : left + width : scale] == image).all()
+    assert (whole[scale - 1 : height : scale, left + scale - 1 : left + width : scale] == image).all()
 
 
-def test_the_strip_tells_the_score_and_nothing_else_changes_with_it():
-    picture = np.full((84, 84, 3), 7, np.uint8)
-    one, other = (video_frame(picture, {"score": score, "step": "3", "action": "1"}) for score in ("0", "12.5"))
+def test_the_score_changes_only_its_column_of_the_caption():
+    image = np.full((84, 84, 3), 7, np.uint8)
+    one, other = (video_frame(image, {"score": score, "step": "3", "action": "1"}) for score in ("0", "12.5"))
     assert (one[:-CAPTION_HEIGHT] == other[:-CAPTION_HEIGHT]).all()
     changed = np.flatnonzero((one != other).any((0, 2)))
     assert len(changed) and changed.max() < one.shape[1] // 3  # its own column
-    told = caption({"score": "0", "command": "212.3, 140"}, 400)
-    assert (told != caption({"score": "0", "command": "212.3, 139"}, 400)).any()
+    one = caption({"score": "0", "command": "212.3, 140"}, 400)
+    assert (one != caption({"score": "0", "command": "212.3, 139"}, 400)).any()
 
 
 @pytest.mark.parametrize(("x", "text"), [(0, "0"), (-0.001, "0"), (212.3, "212.3"), (140, "140"), (-0.02, "-0.02")])
@@ -225,8 +225,8 @@ def test_numbers_are_short(x, text):
     assert number(x) == text
 
 
-class Told(Agent):
-    """Goes left, and says what it was told."""
+class CommandedAgent(Agent):
+    """Always chooses action 2, and keeps a command."""
 
     def initial_state(self, batch_size):
         return ()
@@ -239,51 +239,51 @@ class Told(Agent):
         return {"desired_return": aux["command"][:, 0], "desired_horizon": aux["command"][:, 1]}
 
 
-class Album:
+class FrameList:
     fps = 2.5
 
     def __init__(self):
-        self.pictures = []
+        self.images = []
 
-    def add(self, picture):
-        self.pictures.append(picture)
+    def add(self, image):
+        self.images.append(image)
 
 
-def test_beneath_each_picture_is_what_had_been_earned_then_and_what_was_done_next(monkeypatch):
-    told = []
-    monkeypatch.setattr(video, "video_frame", lambda picture, words, scale: told.append(dict(words)) or picture)
+def test_captions_have_the_score_so_far_and_the_next_action(monkeypatch):
+    captions = []
+    monkeypatch.setattr(video, "video_frame", lambda image, words, scale: captions.append(dict(words)) or image)
     env_batch = TMaze(length=2, active=True).make(1, 0, 0, 1)  # who does not come back pays half a point a step
     env_batch.start_rendering()
-    album = Album()
-    games = video.play_episodes(
-        VideoRecorder(Told(), env_batch, album, 2, None), env_batch, 2, "greedy", torch.Generator()
+    frames = FrameList()
+    episodes = video.play_episodes(
+        VideoRecorder(CommandedAgent(), env_batch, frames, 2, None), env_batch, 2, "greedy", torch.Generator()
     )
-    assert [e.steps for e in games] == [5, 5]
-    assert [w["episode"] for w in told] == ["1 of 2"] * 6 + ["2 of 2"] * 6
-    assert [w["step"] for w in told] == list("012345") * 2
-    assert [w["action"] for w in told] == ["2", "2", "2", "2", "2", "-"] * 2
-    assert [w["score"] for w in told] == ["0", "0", "-0.5", "-1", "-1.5", "-1.5"] * 2
-    assert {(w["desired return"], w["desired horizon"]) for w in told} == {("212.3", "140")}
-    assert len(album.pictures) == 2 * (5 + math.ceil(album.fps))  # a game's last picture stays for a second
+    assert [e.steps for e in episodes] == [5, 5]
+    assert [w["episode"] for w in captions] == ["1 of 2"] * 6 + ["2 of 2"] * 6
+    assert [w["step"] for w in captions] == list("012345") * 2
+    assert [w["action"] for w in captions] == ["2", "2", "2", "2", "2", "-"] * 2
+    assert [w["score"] for w in captions] == ["0", "0", "-0.5", "-1", "-1.5", "-1.5"] * 2
+    assert {(w["desired return"], w["desired horizon"]) for w in captions} == {("212.3", "140")}
+    assert len(frames.images) == 2 * (5 + math.ceil(frames.fps))  # the last image of an episode is shown for a second
 
 
 # -- files -------------------------------------------------------------------------------------------
 
 
-def test_a_file_holds_the_pictures_that_were_sent(tmp_path):
-    pictures = [np.full((46, 62, 3), shade, np.uint8) for shade in (20, 120, 220)]
+def test_a_file_holds_the_images_that_were_added(tmp_path):
+    images = [np.full((46, 62, 3), shade, np.uint8) for shade in (20, 120, 220)]
     with Mp4(tmp_path / "deep" / "a:b.mp4", 12.5) as mp4:
-        for picture in pictures:
-            mp4.add(picture)
+        for image in images:
+            mp4.add(image)
             assert not mp4.path.exists()  # before it is complete
     about, found = read_back(mp4.path)
     assert about["fps"] == 12.5 and about["pix_fmt"].startswith("yuv420p") and about["codec"] == "h264"
     assert len(found) == 3
-    assert all(abs(a.astype(int) - b).max() < 6 for a, b in zip(pictures, found, strict=True))
+    assert all(abs(a.astype(int) - b).max() < 6 for a, b in zip(images, found, strict=True))
     assert [p.name for p in mp4.path.parent.iterdir()] == ["a:b.mp4"]
 
 
-def test_a_film_that_is_broken_off_leaves_no_file(tmp_path):
+def test_a_cancelled_video_leaves_no_file(tmp_path):
     with pytest.raises(KeyboardInterrupt), Mp4(tmp_path / "a.mp4", 8) as mp4:
         mp4.add(np.zeros((2, 2, 3), np.uint8))
         raise KeyboardInterrupt
@@ -291,7 +291,7 @@ def test_a_film_that_is_broken_off_leaves_no_file(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_ffmpeg_complains_about_is_one_sentence(tmp_path):
+def test_an_error_of_ffmpeg_is_one_sentence(tmp_path):
     with pytest.raises(UserError, match=r"a\.mp4 cannot be written: "), Mp4(tmp_path / "a.mp4", 8) as mp4:
         mp4.add(np.zeros((2, 2, 3), np.uint8))
         assert mp4.process is not None
@@ -304,36 +304,36 @@ def test_what_ffmpeg_complains_about_is_one_sentence(tmp_path):
 # -- runs --------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_filmed_in_the_games_that_evaluations_play(run, tmp_path):
-    filmed = bestiary.video(run.path, tmp_path / "a.mp4", episodes=3, mode="sampled", seed=4)
+def test_a_video_shows_the_episodes_of_an_evaluation(run, tmp_path):
+    recorded = bestiary.video(run.path, tmp_path / "a.mp4", episodes=3, mode="sampled", seed=4)
     scores = bestiary.evaluate(run, episodes=3, modes=("sampled",), seed=4, envs=1)["sampled"]["scores"]
-    assert [e.score for e in filmed.episodes] == scores
-    about, found = read_back(filmed.file)
-    assert len(found) == sum(e.steps for e in filmed.episodes) + 3 * 8
+    assert [e.score for e in recorded.episodes] == scores
+    about, found = read_back(recorded.file)
+    assert len(found) == sum(e.steps for e in recorded.episodes) + 3 * 8
     assert about["fps"] == 8
     assert about["size"] == (640, 360 + CAPTION_HEIGHT)
     lit = [np.abs(f.astype(int) - (228, 148, 109)).max(-1).min() < 12 for f in found]
-    starts = np.cumsum([0, *(e.steps + 8 for e in filmed.episodes)])[:-1]
-    assert np.flatnonzero(lit).tolist() == starts.tolist()  # the cue is shown in each game's first picture
+    starts = np.cumsum([0, *(e.steps + 8 for e in recorded.episodes)])[:-1]
+    assert np.flatnonzero(lit).tolist() == starts.tolist()  # the first image of an episode shows the cue
 
 
-def test_an_agent_that_follows_commands_is_shown_with_the_one_it_was_given(tmp_path, monkeypatch):
-    told = []
-    monkeypatch.setattr(video, "caption", lambda words, width: told.append(dict(words)) or caption(words, width))
+def test_the_caption_shows_the_command_of_a_return_conditioned_agent(tmp_path, monkeypatch):
+    captions = []
+    monkeypatch.setattr(video, "caption", lambda words, width: captions.append(dict(words)) or caption(words, width))
     experiment = replace(bestiary.preset("udrl"), env=Recall(delay=4))
     run = Run.create(tmp_path / "r", experiment)
     env_batch = experiment.env.make(1, 0, 0, 1)
     agent = experiment.algo.agent(env_batch.spec, experiment.net, experiment.core)
     run.save(0, agent.state_dict(), {}, 1)
-    filmed = bestiary.video(run, command=(30.0, 7.0))
-    assert filmed.file.name == "video-0-seed0-command30-7.mp4"
-    assert [w["desired return"] for w in told[:4]] == ["30"] * 4
-    assert [w["desired horizon"] for w in told[:4]] == ["7", "6", "5", "4"]
+    recorded = bestiary.video(run, command=(30.0, 7.0))
+    assert recorded.file.name == "video-0-seed0-command30-7.mp4"
+    assert [w["desired return"] for w in captions[:4]] == ["30"] * 4
+    assert [w["desired horizon"] for w in captions[:4]] == ["7", "6", "5", "4"]
     with pytest.raises(UserError, match="2 numbers, not 1"):
         bestiary.video(run, command=(30.0,))
 
 
-def test_the_command_names_its_file_by_what_it_shows(run, capsys):
+def test_the_file_is_named_after_the_settings(run, capsys):
     assert main.main(["video", str(run.path), "--episodes", "2", "--fps", "30", "--env.delay", "3"]) == 0
     out = capsys.readouterr().out
     frames = run.load().meta["frames"]
@@ -343,9 +343,9 @@ def test_the_command_names_its_file_by_what_it_shows(run, capsys):
     assert about["fps"] == 30 and len(found) == 2 * (4 + 30)
 
 
-def test_a_game_can_be_made_larger_and_played_at_random(run, tmp_path):
-    filmed = bestiary.video(run, tmp_path / "a.mp4", scale=1, epsilon=1.0, fps=60)
-    assert read_back(filmed.file)[0]["size"] == (max(320, 3 * 84 + 20), 180 + CAPTION_HEIGHT)
+def test_scale_epsilon_and_frames_per_second_can_be_set(run, tmp_path):
+    recorded = bestiary.video(run, tmp_path / "a.mp4", scale=1, epsilon=1.0, fps=60)
+    assert read_back(recorded.file)[0]["size"] == (max(320, 3 * 84 + 20), 180 + CAPTION_HEIGHT)
 
 
 @pytest.mark.parametrize(
@@ -368,7 +368,7 @@ def test_a_game_can_be_made_larger_and_played_at_random(run, tmp_path):
         (["RUN", "--device", "cuda:7"], "cannot be used here"),
     ],
 )
-def test_a_mistake_is_refused_in_one_sentence(args, words, run, tmp_path, monkeypatch, capsys):
+def test_wrong_settings_are_refused_in_one_sentence(args, words, run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     try:
         code = main.main(["video", *(word.replace("RUN", str(run.path)) for word in args)])
@@ -385,12 +385,12 @@ def test_a_missing_extra_is_named(run, monkeypatch):
         monkeypatch.setattr(
             extras.importlib.util, "find_spec", lambda name, m=missing: None if name == m else find(name)
         )
-        for film_it in (lambda: bestiary.video(run), lambda: video.check_video(Catch(), 0)):
+        for record in (lambda: bestiary.video(run), lambda: video.check_video(Catch(), 0)):
             with pytest.raises(MissingExtra, match=r'pip install "bestiary\[video\]"'):
-                film_it()
+                record()
 
 
-def test_the_commands_of_the_document_are_understood():
+def test_the_commands_of_the_page_are_parsed():
     page = Path(__file__).parent.parent / "docs" / "video.md"
     lines = [line for line in page.read_text().splitlines() if line.startswith("bestiary video")]
     assert len(lines) > 2
@@ -407,34 +407,34 @@ def test_the_environment_is_the_runs_unless_changed(run):
 # -- while training ----------------------------------------------------------------------------------
 
 
-def told(path):
-    """All numbers of a run but the clock's."""
+def metrics_without_time(path):
+    """The metrics of a run without those of the clock."""
     with (path / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     clock = ("seconds", "frames_per_second", "updates_per_second")
     return [{k: v for k, v in row.items() if k not in clock} for row in rows]
 
 
-def test_learning_does_not_notice_that_it_is_filmed(tmp_path):
+def test_videos_do_not_affect_learning(tmp_path):
     states, weights = [], []
-    for name, plan in (("alone", Video()), ("filmed", Video(every=700, episodes=2, fps=60))):
+    for name, plan in (("without", Video()), ("with", Video(every=700, episodes=2, fps=60))):
         torch.manual_seed(0)
         run = bestiary.train(replace(SMALL, video=plan), tmp_path / name)
         states.append(torch.get_rng_state())
         weights.append(run.load().weights)
-    films = sorted(p.name for p in (tmp_path / "filmed" / "videos").iterdir())
-    assert len(films) == 3 and int(films[-1][:-4]) == Run(tmp_path / "filmed").load().meta["frames"]
-    assert not (tmp_path / "alone" / "videos").exists()
-    assert len(told(tmp_path / "alone")) > 2
-    assert told(tmp_path / "alone") == told(tmp_path / "filmed")
-    assert (tmp_path / "alone" / "episodes.csv").read_text() == (tmp_path / "filmed" / "episodes.csv").read_text()
+    videos = sorted(p.name for p in (tmp_path / "with" / "videos").iterdir())
+    assert len(videos) == 3 and int(videos[-1][:-4]) == Run(tmp_path / "with").load().meta["frames"]
+    assert not (tmp_path / "without" / "videos").exists()
+    assert len(metrics_without_time(tmp_path / "without")) > 2
+    assert metrics_without_time(tmp_path / "without") == metrics_without_time(tmp_path / "with")
+    assert (tmp_path / "without" / "episodes.csv").read_text() == (tmp_path / "with" / "episodes.csv").read_text()
     assert all(torch.equal(a, weights[1][name]) for name, a in weights[0].items())
     assert torch.equal(*states)
-    again = bestiary.video(run, episodes=2, fps=60)  # the last film is what the last checkpoint plays
-    assert again.file.read_bytes() == (tmp_path / "filmed" / "videos" / films[-1]).read_bytes()
+    again = bestiary.video(run, episodes=2, fps=60)  # the last video shows the last checkpoint
+    assert again.file.read_bytes() == (tmp_path / "with" / "videos" / videos[-1]).read_bytes()
 
 
-def test_a_run_that_goes_on_may_be_filmed_otherwise(tmp_path):
+def test_a_resumed_run_may_have_other_video_settings(tmp_path):
     bestiary.train(SMALL, tmp_path / "r")
     longer = replace(SMALL, frames=3_000, video=Video(every=400))
     assert not longer.differs_from(SMALL)
@@ -445,7 +445,7 @@ def test_a_run_that_goes_on_may_be_filmed_otherwise(tmp_path):
     assert Experiment.from_json(longer.to_json()) == longer
 
 
-def test_stopping_breaks_a_film_off_and_going_on_makes_it(tmp_path, monkeypatch):
+def test_a_cancelled_video_is_recorded_when_the_run_is_resumed(tmp_path, monkeypatch):
     stopped = []
     shown = video.VideoRecorder._write
     monkeypatch.setattr(
@@ -464,7 +464,7 @@ def test_stopping_breaks_a_film_off_and_going_on_makes_it(tmp_path, monkeypatch)
     assert len(list((tmp_path / "r" / "videos").iterdir())) == 1
 
 
-def test_what_cannot_be_filmed_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+def test_videos_that_cannot_be_recorded_are_refused_before_training(tmp_path, monkeypatch):
     unseen = replace(SMALL, video=Video(every=100))
     object.__setattr__(unseen, "env", Invisible())
     with pytest.raises(UserError, match="Invisible cannot be rendered"):
@@ -476,7 +476,7 @@ def test_what_cannot_be_filmed_is_refused_before_anything_is_written(tmp_path, m
     assert not (tmp_path / "r").exists()
 
 
-def test_training_survives_a_film_that_fails(tmp_path):
+def test_training_survives_a_video_that_fails(tmp_path):
     notes = []
 
     class Noting(NullDisplay):
@@ -493,12 +493,12 @@ def test_training_survives_a_film_that_fails(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [{"every": 0}, {"episodes": 0}, {"fps": 0.0}])
-def test_settings_that_make_no_sense_are_refused(wrong):
+def test_impossible_settings_are_refused(wrong):
     with pytest.raises(UserError, match=f"video.{next(iter(wrong))}"):
         Video(**wrong)
 
 
-def test_the_command_line_takes_the_settings():
+def test_the_command_line_has_the_settings():
     given = read_training(["tmaze", "--video.every", "1M", "--video.episodes", "2"]).experiment
     assert given.video == Video(every=1_000_000, episodes=2)
     assert given.env == TMaze()

@@ -1,4 +1,4 @@
-"""Checkpoints that survive: written aside, synced, renamed; checked by hash and loaded without running code."""
+"""Checkpoints: written atomically, verified by hash, and loaded without running code."""
 
 import hashlib
 import json
@@ -24,15 +24,17 @@ WEIGHTS, TRAINER, REPLAY, META = "weights.safetensors", "trainer.pt", "replay.pt
 
 
 class BadCheckpoint(UserError):
-    pass
+    """A checkpoint does not exist or cannot be read."""
 
 
 class NotSaved(UserError):
-    pass
+    """A checkpoint could not be written."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
+    """A loaded checkpoint: the agent's weights, the state of the training session, and information about both."""
+
     weights: dict[str, torch.Tensor]
     trainer: Snapshot
     meta: dict[str, Any]
@@ -45,23 +47,23 @@ def save(
     meta: dict[str, Any],
     replay: Snapshot | None = None,
 ) -> None:
-    """Write a checkpoint directory as a whole or not at all; what stood at `path` is replaced last."""
-    aside = path.with_name(f".{path.name}.writing")
-    shutil.rmtree(aside, ignore_errors=True)
+    """Write a checkpoint directory atomically: a failure leaves the one that was at `path`."""
+    partial = path.with_name(f".{path.name}.writing")
+    shutil.rmtree(partial, ignore_errors=True)
     try:
-        aside.mkdir(parents=True)
+        partial.mkdir(parents=True)
         contiguous = {k: v.detach().cpu().contiguous() for k, v in weights.items()}
-        safetensors.torch.save_file(contiguous, aside / WEIGHTS)
-        torch.save(trainer, aside / TRAINER)
+        safetensors.torch.save_file(contiguous, partial / WEIGHTS)
+        torch.save(trainer, partial / TRAINER)
         if replay is not None:
-            torch.save(replay, aside / REPLAY)
-        files = {file.name: _digest(file) for file in aside.iterdir()}
-        (aside / META).write_text(json.dumps({"format": FORMAT, "files": files, **meta}, indent=2))
-        for file in aside.iterdir():
+            torch.save(replay, partial / REPLAY)
+        files = {file.name: _digest(file) for file in partial.iterdir()}
+        (partial / META).write_text(json.dumps({"format": FORMAT, "files": files, **meta}, indent=2))
+        for file in partial.iterdir():
             _sync(file)
-        _replace(aside, path)
+        _replace(partial, path)
     except (OSError, SafetensorError, RuntimeError) as e:  # torch reports a full disk as RuntimeError
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
         reason = str(e).splitlines()[0]
         raise NotSaved(f"could not write checkpoint {path} ({reason}); earlier checkpoints are intact") from e
 
@@ -102,7 +104,7 @@ def load(path: Path) -> Checkpoint:
 
 
 def load_replay(path: Path) -> Snapshot | None:
-    """What was played, if it was saved with the checkpoint: mapped from the file, so it is read once, where it goes."""
+    """The replay buffer of a checkpoint, memory-mapped from its file; None if it was not saved."""
     with _readable(path):
         if not (path / REPLAY).exists():
             return None
@@ -112,7 +114,7 @@ def load_replay(path: Path) -> Snapshot | None:
 
 
 def _checked(path: Path, *names: str) -> dict[str, Any]:
-    """What META says, after the files were found as they were written."""
+    """Verify the hashes of files and return the contents of meta.json."""
     meta = json.loads((path / META).read_text())
     if meta.get("format") != FORMAT:
         raise BadCheckpoint(f"{path} is not a checkpoint of this version (format {meta.get('format')})")

@@ -1,4 +1,4 @@
-"""A run directory explains itself: every command that takes a run needs nothing else."""
+"""Run directories: settings, logs and checkpoints of one run. Every command that takes a run needs nothing else."""
 
 import json
 import math
@@ -20,13 +20,16 @@ EXPERIMENT = "experiment.json"
 
 
 class Run:
-    """
-    experiment.json          every setting; enough to run it again
-    versions.json            what it ran with
-    metrics.csv              one row per logging interval, one fixed set of columns
-    episodes.csv             one row per finished game
+    """A run directory.
+
+    experiment.json          every setting: enough to repeat the run
+    versions.json            versions of Python, PyTorch and other packages
+    metrics.csv              one row per logging interval, with a fixed set of columns
+    episodes.csv             one row per finished episode
     evaluations.csv          one row per evaluation during training
-    checkpoints/<frames>/    the latest few; milestones/<frames>/ for good; best/<frames>/ by evaluation
+    checkpoints/<frames>/    the latest checkpoints
+    milestones/<frames>/     checkpoints that are never deleted
+    best/<frames>/           weights with the best evaluation scores
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -36,7 +39,7 @@ class Run:
 
     @staticmethod
     def create(path: Path, experiment: Experiment) -> "Run":
-        """Start a run, or find the one already there; a directory of another experiment is refused."""
+        """Create a run directory, or open an existing one; a directory of another experiment raises UserError."""
         run = Run(path)
         if (path / EXPERIMENT).exists():
             if different := experiment.differs_from(run.experiment()):
@@ -53,22 +56,23 @@ class Run:
         return run
 
     def write(self, name: str, text: str) -> None:
-        aside = self.path / f".{name}.writing"
-        aside.write_text(text + "\n")
-        aside.replace(self.path / name)
+        """Write a file atomically: a reader sees the old contents or the new ones."""
+        partial = self.path / f".{name}.writing"
+        partial.write_text(text + "\n")
+        partial.replace(self.path / name)
 
     def _point_latest(self) -> None:
-        """runs/latest -> the run started last. Never replaces something that is not a link."""
-        link, aside = self.path.parent / "latest", self.path.parent / f".latest.{os.getpid()}"
+        """Let runs/latest point to this run. Only a link is replaced."""
+        link, new_link = self.path.parent / "latest", self.path.parent / f".latest.{os.getpid()}"
         if link.is_symlink() or not link.exists():
-            aside.symlink_to(self.path.name)
-            aside.replace(link)
+            new_link.symlink_to(self.path.name)
+            new_link.replace(link)
 
     def experiment(self) -> Experiment:
         return load_experiment(self.path / EXPERIMENT)
 
     def saved(self, kind: str = "checkpoints") -> list[Path]:
-        """Checkpoints of a kind, oldest first."""
+        """Checkpoints in one of the directories checkpoints, milestones and best; the oldest first."""
         return sorted(p for p in (self.path / kind).glob("*") if re.fullmatch(r"\d+", p.name))
 
     def find(self, name: str | None = None) -> Path:
@@ -77,7 +81,7 @@ class Run:
         if name in (None, "last"):
             found = trained
         elif name == "best":
-            found = self._ranked()
+            found = self._by_score()
         else:
             found = [p for p in (*self.saved("best"), *trained) if p.name == name.zfill(12)]
         if not found:
@@ -87,17 +91,17 @@ class Run:
         return found[-1]
 
     def load(self, name: str | None = None) -> Checkpoint:
-        """A checkpoint, or a sentence that says what is wrong with it and which other one is good."""
+        """Load a checkpoint. One that cannot be read raises BadCheckpoint, which names the last good one."""
         path = self.find(name)
         try:
             return checkpoint.load(path)
         except BadCheckpoint as e:
             good = self._last_good(path)
-            offer = "" if good is None else f"; the last good one is --checkpoint {int(good.name)}"
-            raise BadCheckpoint(f"{e}{offer}") from None
+            hint = "" if good is None else f"; the last good one is --checkpoint {int(good.name)}"
+            raise BadCheckpoint(f"{e}{hint}") from None
 
-    def _last_good(self, but: Path) -> Path | None:
-        candidates = [p for p in (*self.saved(), *self.saved("milestones")) if p != but]
+    def _last_good(self, excluded: Path) -> Path | None:
+        candidates = [p for p in (*self.saved(), *self.saved("milestones")) if p != excluded]
         for path in sorted(candidates, key=lambda p: p.name, reverse=True):
             try:
                 checkpoint.load(path)
@@ -107,7 +111,7 @@ class Run:
         return None
 
     def load_replay(self, name: str | None = None) -> Snapshot | None:
-        """What was played, where it was saved with a checkpoint."""
+        """The replay buffer of a checkpoint; None if it was not saved."""
         return checkpoint.load_replay(self.find(name))
 
     def save(
@@ -118,10 +122,10 @@ class Run:
         keep: int,
         replay: Snapshot | None = None,
     ) -> Path:
-        """What was played is large: only the latest checkpoint keeps it."""
+        """Save a checkpoint and delete all but the latest `keep`. Only the latest keeps the replay buffer."""
         path = self.path / "checkpoints" / f"{frames:012d}"
         checkpoint.save(path, weights, trainer, {"frames": frames}, replay)
-        self._forget(self.saved()[:-keep])
+        self._delete(self.saved()[:-keep])
         for older in self.saved()[:-1]:
             (older / checkpoint.REPLAY).unlink(missing_ok=True)
         return path
@@ -134,30 +138,30 @@ class Run:
         checkpoint.save(path, weights, trainer, {"frames": frames, "milestone": milestone})
 
     def save_best(self, frames: int, score: float, weights: dict[str, torch.Tensor], keep: int) -> None:
-        """Save what is among the `keep` best by evaluation; of equal scores the newer is the better."""
-        path, ranked = self.path / "best" / f"{frames:012d}", self._ranked()
-        rival = path if path in ranked else ranked[-keep] if len(ranked) >= keep else None
-        if score >= (-math.inf if rival is None else _score(rival)):
+        """Save weights whose evaluation score is among the `keep` best. Of equal scores the newer one ranks higher."""
+        path, ranked = self.path / "best" / f"{frames:012d}", self._by_score()
+        replaced = path if path in ranked else ranked[-keep] if len(ranked) >= keep else None
+        if score >= (-math.inf if replaced is None else _score(replaced)):
             checkpoint.save(path, weights, {}, {"frames": frames, "score": score})
-        self._forget(self._ranked()[:-keep])
+        self._delete(self._by_score()[:-keep])
 
-    def _ranked(self) -> list[Path]:
-        """The best by evaluation, the very best last."""
+    def _by_score(self) -> list[Path]:
+        """The checkpoints in best/, the one with the highest score last."""
         return sorted(self.saved("best"), key=lambda p: (_score(p), p.name))
 
-    def _forget(self, paths: list[Path]) -> None:
+    def _delete(self, paths: list[Path]) -> None:
         for path in paths:
             for file in path.iterdir():
                 file.unlink()
             path.rmdir()
 
     def best_score(self) -> float:
-        ranked = self._ranked()
+        ranked = self._by_score()
         return _score(ranked[-1]) if ranked else -math.inf
 
 
 def _score(path: Path) -> float:
-    """By which a checkpoint was chosen; one that cannot be read is worth less than any other."""
+    """The evaluation score of a checkpoint in best/; -inf if it cannot be read."""
     try:
         return float(json.loads((path / checkpoint.META).read_text())["score"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -165,6 +169,7 @@ def _score(path: Path) -> float:
 
 
 def new_path(name: str, seed: int, root: Path = Path("runs")) -> Path:
+    """A new run directory, such as runs/recall-s0-20260131-120000."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     path = root / f"{name}-s{seed}-{stamp}"
     return path if not path.exists() else new_path(f"{name}-{os.getpid()}", seed, root)

@@ -3,6 +3,8 @@
 import csv
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -321,3 +323,14 @@ def test_a_seed_without_a_checkpoint_is_left_out_and_named(trained, capsys, tmp_
 def test_eval_takes_the_environment_from_a_directory_of_seeds(trained):
     chosen = read_eval([str(trained), "--env.rows", "6"])
     assert chosen.run == trained and chosen.protocol.env == Catch(rows=6, columns=5)
+
+
+def test_commands_that_training_seeds_prints_can_be_run(trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "catch", *QUICK, "--seeds", "2", "--run", str(trained), "--frames", "200"]) == 0
+    hints = re.findall(r"^  bestiary (.*?)(?:\s{2,}.*)?$", capsys.readouterr().out, re.M)
+    assert [hint.split()[0] for hint in hints] == ["eval", "plot"]
+    for hint in hints:
+        assert main(shlex.split(hint)) == 0
+    assert main(["plot", *map(str, trained.glob("seed*"))]) == 0  # as the shell expands DIR/seed*
+    assert f"{trained / 'seeds.csv'} is neither a run nor a directory of seeds: skipped" in capsys.readouterr().err

@@ -1,1 +1,1 @@
-"""Settings as frozen dataclasses: their schema, their names, and the whole of an experiment."""
+"""Settings as frozen dataclasses: their schema, names of earlier versions, and the experiment that holds them all."""

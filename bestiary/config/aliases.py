@@ -1,6 +1,6 @@
-"""Names of earlier versions and what they are called now, so that old run directories load and old flags are answered.
+"""Names of earlier versions and their names of today, so that old run directories load and old flags are answered.
 
-A setting is written as `family:kind.field`. Where a value has moved into a nested dataclass, the new name is dotted.
+A setting is keyed by the kind of its dataclass and its field. If it is nested today, its new name is dotted.
 """
 
 from collections.abc import Collection
@@ -15,7 +15,7 @@ class Removed(NamedTuple):
     value: Any
 
 
-# kind -> kind, wherever a dataclass of the old kind was written
+# old kind -> kind of today
 KINDS: dict[str, str] = {}
 
 # kind (of today) -> {old field: new field (dotted where it is nested now), or Removed(value)}
@@ -175,7 +175,7 @@ FLAGS: dict[str, str] = {
 
 
 def upgrade(data: dict[str, Any], where: str) -> dict[str, Any]:
-    """The fields of one encoded dataclass under the names of today; `where` is its place, for messages."""
+    """One encoded dataclass under the names of today; `where` is its dotted name, for messages."""
     old = data.get("kind")
     if not isinstance(old, str):
         return data
@@ -193,10 +193,10 @@ def upgrade(data: dict[str, Any], where: str) -> dict[str, Any]:
         if isinstance(value, str):
             value = VALUES.get(kind, {}).get(new, {}).get(value, value)
         *path, last = new.split(".")
-        here = values
+        target = values
         for part in path:
-            here = here.setdefault(part, {"kind": NESTED[kind, part]})
-        here[last] = value
+            target = target.setdefault(part, {"kind": NESTED[kind, part]})
+        target[last] = value
     return values
 
 

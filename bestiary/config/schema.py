@@ -1,4 +1,4 @@
-"""Configurations are frozen dataclasses: their names, their JSON, and the units users type."""
+"""Settings are frozen dataclasses: their names, their JSON, and the texts that users type for numbers."""
 
 import dataclasses
 import re
@@ -22,12 +22,12 @@ def advanced(default: T) -> T:
 
 
 def kebab(cls: type) -> str:
-    """The name users type: DeltaNet -> delta-net, R2d2 -> r2d2."""
+    """The name of a class on the command line: DeltaNet -> delta-net, R2d2 -> r2d2."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", cls.__name__).lower()
 
 
 def members(hint: Any) -> tuple[type, ...]:
-    """The dataclasses of a union type, or the one it is."""
+    """The dataclasses of a union, or the dataclass itself; empty for other types."""
     hint = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return tuple(cls for arg in typing.get_args(hint) for cls in members(arg))
@@ -79,7 +79,7 @@ def parse_command(text: str) -> tuple[float, ...]:
 
 
 def _listed(metavar: str, parse: Callable[[str], tuple[Any, ...]], empty: str = "") -> Any:
-    """One word with commas between its parts; `empty` says that there are none."""
+    """A tuple as one word with commas; `empty` is the word for the empty tuple."""
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar=metavar,
@@ -105,7 +105,7 @@ OptionalCommand = Annotated[  # one parser for all, since tyro explains a union'
 
 
 def encode(value: Any) -> Any:
-    """A configuration as plain JSON; every dataclass says its kind."""
+    """Settings as plain JSON; every dataclass is an object with its kind."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return {"kind": kebab(type(value)), **fields}
@@ -117,7 +117,7 @@ def encode(value: Any) -> Any:
 
 
 def fits(hint: Any, value: Any) -> bool:
-    """Whether a plain value (number, text, None, or a tuple or dict of them) is of the declared type."""
+    """Whether a plain value (number, text, None, or a tuple or dict of them) has the declared type."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         return fits(args[0], value)
@@ -137,7 +137,7 @@ def fits(hint: Any, value: Any) -> bool:
 
 
 def decode(hint: Any, data: Any, where: str = "experiment") -> Any:
-    """The inverse of `encode`, guided by the declared type. What does not fit is refused by name."""
+    """The inverse of `encode`, by the declared type. An error names the value that does not fit."""
     known = members(hint)
     if not known or (data is None and fits(hint, None)):
         value = tuple(data) if isinstance(data, list) else data
@@ -160,7 +160,7 @@ def decode(hint: Any, data: Any, where: str = "experiment") -> Any:
 
 
 def differences(a: Any, b: Any, where: str = "") -> list[str]:
-    """Dotted names of the settings in which two encoded configurations differ, with both values."""
+    """Dotted names of the settings in which two encoded settings differ, with both values."""
     if isinstance(a, dict) and isinstance(b, dict) and a.get("kind") == b.get("kind"):
         keys = [k for k in {**a, **b} if k != "kind"]
         return [d for k in keys for d in differences(a.get(k), b.get(k), f"{where}.{k}" if where else k)]

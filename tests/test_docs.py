@@ -181,7 +181,7 @@ def test_there_are_commands_to_check():
 
 @pytest.mark.parametrize(("where", "line"), commands())
 def test_a_command_in_a_document_is_understood(where, line, directory, monkeypatch, capsys):
-    monkeypatch.setattr(core_contract, "examine", lambda config: [])
+    monkeypatch.setattr(core_contract, "check_contract", lambda config: [])
     for placeholder, word in PLACEHOLDERS.items():
         line = re.sub(rf"(?<![\w.]){re.escape(placeholder)}(?![\w.])", word, line)
     line = re.sub(r"^train \.\.\.", "train recall", line).replace("-- train ...", "-- train recall runtime:ray")

@@ -306,8 +306,8 @@ def test_every_mistake_is_answered_in_one_sentence(seeds, tmp_path):
     evaluated = make(tmp_path / "evaluated", [(9, 1.0)], evaluations=[(9, 1.0)])
     assert refusal(plot, [evaluated], "eval.scores").startswith(f"{evaluated} has no 'eval.scores': ")
     later = make(tmp_path / "later", [(9, 1.0)], seed=1, evaluations=[(20, 1.0)])
-    assert "no frames in common at which eval is known" in refusal(plot, [evaluated, later], "eval")
-    assert "label 'x' names lstm-7, which is not among the runs" in refusal(plot, seeds, labels={"x": ["lstm-7"]})
+    assert "no range of frames in common in which all of them have eval" in refusal(plot, [evaluated, later], "eval")
+    assert "label 'x' names lstm-7, which matches none of the runs" in refusal(plot, seeds, labels={"x": ["lstm-7"]})
     assert refusal(plot, seeds, bins=0) == "bins=0 and smooth=1 must be at least 1"
     assert refusal(plot, seeds, out="a.pdf") == "out=a.pdf must end in .png or .svg"
 

@@ -228,3 +228,15 @@ def test_no_document_or_module_speaks_of_its_making():
     words = re.compile(r"\bissue #?\d|this session|\.\./shared", re.I)
     for file in (*PAGES, *SOURCES):
         assert not words.search(file.read_text()), file
+
+
+def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
+    """The blocks are one program: the second uses what the first has trained."""
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    code = "\n".join(blocks)
+    assert "frames=200_000" in code
+    names: dict[str, object] = {}
+    exec(compile(code.replace("frames=200_000", "frames=2_000"), "README.md", "exec"), names)
+    assert names["over"] is True
+    assert (tmp_path / "runs" / "mine" / "experiment.json").exists()

@@ -1,4 +1,4 @@
-"""Configurations survive JSON, refuse what they do not know, and read numbers as people write them."""
+"""Experiments round-trip through JSON, refuse unknown fields and kinds, and parse counts such as 1.5M."""
 
 import dataclasses
 import json
@@ -41,7 +41,7 @@ from bestiary.replay import Fifo
         (" 7 ", 7),
     ],
 )
-def test_counts_are_read_as_people_write_them(text, value):
+def test_counts_are_parsed_with_suffixes_and_exponents(text, value):
     count = parse_count(text)
     assert count == value
     assert type(count) is int
@@ -73,7 +73,7 @@ def test_large_counts_are_exact():
     assert parse_count("9007199254740993") == 2**53 + 1
 
 
-def test_a_count_beyond_all_measure_is_a_value_error():
+def test_a_count_that_overflows_a_float_is_exact_or_a_value_error():
     try:
         huge = parse_count("1e400")
     except ValueError:
@@ -132,7 +132,7 @@ def test_the_members_of_a_union_are_its_dataclasses():
     assert members(Count) == ()
 
 
-def test_a_family_knows_its_parts_by_name():
+def test_the_parts_of_a_family_are_found_by_name():
     assert family("core")["lstm"] is Lstm
     assert family("algo")["impala"] is Impala
     assert {"recall", "catch", "gym", "atari"} <= family("env").keys()
@@ -151,7 +151,7 @@ def test_every_preset_survives_json(name):
 
 
 @pytest.mark.parametrize("part", ["env", "algo", "core", "runtime"])
-def test_every_part_survives_json_and_says_its_kind(part):
+def test_every_part_survives_json_and_stores_its_kind(part):
     for name, cls in family(part).items():
         experiment = replace(Experiment(), **{part: cls()})
         data = json.loads(experiment.to_json())
@@ -159,7 +159,7 @@ def test_every_part_survives_json_and_says_its_kind(part):
         assert decode(Experiment, data) == experiment
 
 
-def test_what_is_not_a_default_survives_json():
+def test_changed_settings_survive_json():
     experiment = Experiment(
         env=Recall(delay=3, cues=2),
         algo=Impala(replay=Fifo(capacity=70), clip_rho=None, optimizer=RmsPropTf(lr=1e-4, momentum=0.5)),
@@ -174,7 +174,7 @@ def test_what_is_not_a_default_survives_json():
     assert hash(again) == hash(experiment)
 
 
-def test_an_experiment_in_json_has_every_number_in_it():
+def test_json_contains_every_setting_even_defaults():
     data = json.loads(preset("monobeast").to_json())
     assert data["algo"]["optimizer"] == {
         "kind": "rms-prop",
@@ -189,7 +189,7 @@ def test_an_experiment_in_json_has_every_number_in_it():
     assert data.keys() == {"kind", *(f.name for f in dataclasses.fields(Experiment))}
 
 
-def test_what_is_left_out_of_json_takes_its_default():
+def test_settings_missing_in_json_take_their_default():
     assert decode(Experiment, {"kind": "experiment", "seed": 4}) == Experiment(seed=4)
     assert decode(Ff | Lstm, {"kind": "lstm", "layers": 2}) == Lstm(layers=2)
 
@@ -213,7 +213,7 @@ def test_a_kind_of_another_family_is_refused():
         decode(Experiment, data)
 
 
-def test_unknown_fields_are_refused_by_their_whole_name():
+def test_unknown_fields_are_refused_by_their_full_path():
     data = encode(Experiment())
     data["algo"]["optimizer"] |= {"warmup": 5, "betas": []}
     with pytest.raises(ValueError, match=r"experiment\.algo\.optimizer has unknown fields: betas, warmup"):
@@ -229,7 +229,7 @@ def test_a_part_that_is_not_an_object_is_refused(wrong):
 
 
 @pytest.mark.parametrize("field", ["discount", "trace_decay"])
-def test_a_saved_value_that_makes_no_sense_is_refused_by_its_part(field):
+def test_a_saved_value_out_of_range_is_refused_by_its_path(field):
     data = encode(Experiment())
     data["algo"][field] = 1.5
     with pytest.raises(ValueError, match=rf"algo\.{field.replace('_', '-')}=1\.5 must lie in \[0, 1\]"):
@@ -248,14 +248,14 @@ def test_a_saved_value_that_makes_no_sense_is_refused_by_its_part(field):
     ],
 )
 def test_a_saved_value_of_the_wrong_type_is_refused_by_name(part, field, wrong):
-    # unrefused, an unknown way to clip rewards would silently not clip them
+    # without this check an unknown value of reward_clip would silently mean no clipping
     data = encode(Experiment())
     (data[part] if part else data)[field] = wrong
     with pytest.raises(ValueError, match=field.replace("_", "[-_]")):
         decode(Experiment, data)
 
 
-def test_files_that_hold_no_experiment_are_refused(tmp_path):
+def test_files_without_a_valid_experiment_are_refused(tmp_path):
     path = tmp_path / "experiment.json"
     with pytest.raises(ValueError, match=r"is not a run: it has no experiment\.json"):
         load_experiment(path)
@@ -267,7 +267,7 @@ def test_files_that_hold_no_experiment_are_refused(tmp_path):
         load_experiment(path)
 
 
-def test_a_saved_file_is_the_experiment_it_was(tmp_path):
+def test_load_experiment_returns_the_saved_experiment(tmp_path):
     path = tmp_path / "experiment.json"
     path.write_text(preset("recall").to_json())
     assert load_experiment(path) == preset("recall")
@@ -290,12 +290,12 @@ def test_differences_are_named_with_dots_and_both_values():
     ]
 
 
-def test_another_kind_is_one_difference_and_not_many():
+def test_another_kind_is_one_difference():
     found = differences(encode(Impala()), encode(Impala(optimizer=Adam())))
     assert found == ["optimizer: rms-prop -> adam"]
 
 
-def test_a_setting_that_only_one_side_knows_is_a_difference():
+def test_a_setting_in_only_one_experiment_is_a_difference():
     old, new = encode(Lstm()), encode(Lstm())
     del old["layers"]
     assert differences(old, new) == ["layers: None -> 1"]
@@ -325,6 +325,6 @@ def test_a_mistyped_preset_is_answered_with_near_names():
         preset("monobeest")
 
 
-def test_a_preset_like_no_other_is_answered_with_all_names():
+def test_an_unknown_preset_is_answered_with_all_names():
     with pytest.raises(ValueError, match=r"there are: .*recall.*polybeast-docker"):
         preset("zzz")

@@ -1,4 +1,4 @@
-"""Evaluation: whole episodes, quotas per slot, fresh seeds, and the protocol in the result."""
+"""Evaluation: complete episodes, quotas per slot, fresh seeds, and the protocol in the result."""
 
 import json
 import re
@@ -72,7 +72,7 @@ def test_positive_only_replaces_episodes_without_a_positive_score():
     assert [e.score for e in episodes] == [1.0] * 8
 
 
-def test_positive_only_gives_up_with_one_sentence():
+def test_positive_only_stops_with_an_error_if_no_score_is_positive():
     env_batch = Catch().make(2, 0, EVAL, 1)
     with pytest.raises(ValueError, match="had a positive score"):
         play_episodes(StayAgent(), env_batch, 2, "greedy", torch.Generator(), accept=lambda e: False)
@@ -90,11 +90,11 @@ def test_epsilon_replaces_actions_by_uniformly_random_ones(epsilon):
     nothing = torch.zeros(n)
     step = TimeStep(nothing, nothing.long(), nothing, nothing.bool(), nothing.bool())
     action, _, state = agent.act(step, agent.initial_state(n), None, torch.Generator().manual_seed(0))
-    shares = torch.bincount(action, minlength=4) / n
-    at_random = epsilon / 4
-    torch.testing.assert_close(shares[[0, 2, 3]], torch.full((3,), at_random), atol=0.01, rtol=0)
-    assert shares[1] == pytest.approx(1 - 3 * at_random, abs=0.01)  # its own action, or the same one by chance
-    assert (state[0] == 1).all()  # the state is updated all the same
+    frequencies = torch.bincount(action, minlength=4) / n
+    random_share = epsilon / 4
+    torch.testing.assert_close(frequencies[[0, 2, 3]], torch.full((3,), random_share), atol=0.01, rtol=0)
+    assert frequencies[1] == pytest.approx(1 - 3 * random_share, abs=0.01)  # its own action, or the same one by chance
+    assert (state[0] == 1).all()  # the recurrent state is updated too
 
 
 @pytest.mark.parametrize("name", family("algo"))
@@ -125,18 +125,18 @@ def test_epsilon_is_part_of_the_protocol(run, capsys):
         Evaluation(epsilon=-0.1)
 
 
-def test_epsilon_holds_for_evaluations_during_training(monkeypatch, tmp_path):
-    asked = []
+def test_epsilon_applies_to_evaluations_during_training(monkeypatch, tmp_path):
+    calls = []
     monkeypatch.setattr(
         "bestiary.runtime.evaluation.play_episodes",
-        lambda *args, **options: asked.append(options["epsilon"]) or play_episodes(*args, **options),
+        lambda *args, **options: calls.append(options["epsilon"]) or play_episodes(*args, **options),
     )
     base = preset("catch")
     plan = Evaluation(every=400, episodes=2, epsilon=0.25)
     small = replace(base, algo=configure(base.algo, batch_size=4), runtime=Local(envs=4, threads=1))
     bestiary.train(replace(small, frames=1_000, evaluation=plan), tmp_path / "run")
-    assert len(asked) > 1
-    assert set(asked) == {0.25}
+    assert len(calls) > 1
+    assert set(calls) == {0.25}
 
 
 def test_the_same_evaluation_twice_gives_the_same_scores(run):
@@ -153,7 +153,7 @@ def test_repeats_use_different_seeds(run):
     assert not (scores[:16] == scores[16:32] == scores[32:])
 
 
-def test_evaluation_refuses_nonsense(run):
+def test_evaluation_refuses_invalid_arguments(run):
     with pytest.raises(ValueError, match="at least 1"):
         bestiary.evaluate(run, 0)
     with pytest.raises(ValueError, match="has no checkpoint 'best'"):
@@ -178,8 +178,8 @@ def test_success_is_reported_with_the_reference_values(tmp_path, capsys):
     assert result["references"] == {"metric": "score", "optimal": 1.0, "memoryless": 0.5}
     sampled = result["sampled"]
     assert sampled["success"]["n"] == 40
-    won = [score > 0.4 for score in sampled["scores"]]  # 1, or 0.5 after a wrong turn
-    assert sampled["success"]["mean"] == np.mean(won)
+    successes = [score > 0.4 for score in sampled["scores"]]  # 1, or 0.5 after a wrong turn
+    assert sampled["success"]["mean"] == np.mean(successes)
     print_report(result, ("greedy", "sampled"))
     printed = capsys.readouterr().out
     assert "score: optimal 1.0, without memory 0.5" in printed
@@ -220,9 +220,9 @@ def test_success_is_not_reported_where_it_is_not_defined(run):
 
 
 def test_evaluations_use_the_seed_of_the_run_with_other_streams(monkeypatch, tmp_path):
-    asked = []
+    calls = []
     make = Catch.make
-    monkeypatch.setattr(Catch, "make", lambda self, *args: asked.append(args) or make(self, *args))
+    monkeypatch.setattr(Catch, "make", lambda self, *args: calls.append(args) or make(self, *args))
     base = preset("catch")
     experiment = replace(
         base, algo=configure(base.algo, batch_size=4), runtime=Local(envs=4, threads=1), frames=1_000, seed=7,
@@ -231,8 +231,8 @@ def test_evaluations_use_the_seed_of_the_run_with_other_streams(monkeypatch, tmp
     run = bestiary.train(experiment, tmp_path / "run")
     bestiary.evaluate(run, 2, repeats=2, modes=("greedy",), threads=1)
     bestiary.evaluate(run, 2, seed=1, modes=("greedy",), threads=1)
-    assert {seed for _, seed, *_ in asked} == {7}
-    streams = [stream for _, _, stream, _ in asked]
+    assert {seed for _, seed, *_ in calls} == {7}
+    streams = [stream for _, _, stream, _ in calls]
     assert len(set(streams)) == len(streams) == 5  # training, its evaluation, two repeats, another seed
 
 
@@ -283,7 +283,7 @@ def test_an_atari_evaluation_reports_lives_and_human_normalised_scores(tmp_path)
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_a_run_can_be_evaluated_with_one_life_or_with_all(trained, tmp_path):
+def test_a_run_can_be_evaluated_with_one_life_or_all_lives(trained, tmp_path):
     run = bestiary.train(tiny_atari(one_life=trained), tmp_path / "run")
     command = ["eval", str(run.path), "--episodes", "2", "--mode", "sampled", "--threads", "1"]
     lives = {}
@@ -300,12 +300,12 @@ def test_a_run_can_be_evaluated_with_one_life_or_with_all(trained, tmp_path):
     ("as trained", False, False), ("as trained", True, True), ("all", True, False), ("one", False, True),
 ])  # fmt: skip
 def test_evaluations_during_training_have_a_setting_for_lives(lives, trained, one, monkeypatch, tmp_path):
-    asked = []
+    calls = []
     make = Atari.make
-    monkeypatch.setattr(Atari, "make", lambda self, *args: asked.append((args[2], self.one_life)) or make(self, *args))
+    monkeypatch.setattr(Atari, "make", lambda self, *args: calls.append((args[2], self.one_life)) or make(self, *args))
     experiment = replace(tiny_atari(one_life=trained), evaluation=Evaluation(episodes=1, lives=lives))
     run = bestiary.train(experiment, tmp_path / "run")
-    assert asked == [(TRAIN, trained), (EVAL, one)]
+    assert calls == [(TRAIN, trained), (EVAL, one)]
     assert (run.path / "evaluations.csv").read_text().count("\n") == 2
 
 

@@ -51,8 +51,8 @@ def actor(env: Any, algo: Any, core: Any, net: Net = Net()) -> Actor:  # noqa: B
     return Actor(env_batch, agent, algo.explorer(B), T, 5, CPU)
 
 
-def both(*parts: Any, **more: Any) -> tuple[Actor, Actor]:
-    fast, slow = actor(*parts, **more), actor(*parts, **more)
+def both(*parts: Any, **options: Any) -> tuple[Actor, Actor]:
+    fast, slow = actor(*parts, **options), actor(*parts, **options)
     assert fast.compiled_actor is not None
     slow.compiled_actor = None
     return fast, slow
@@ -79,8 +79,8 @@ def test_compiled_and_ordinary_unrolls_agree(env, core):
 
 @pytest.mark.parametrize("algo", ALGOS)
 def test_they_agree_for_every_algorithm(algo):
-    follow_commands = {"udrl", "rcp"}  # a command is sampled and updated at every step: these use the ordinary loop
-    assert set(ALGOS) | follow_commands == set(family("algo"))
+    return_conditioned = {"udrl", "rcp"}  # a command is sampled and updated at every step: these use the ordinary loop
+    assert set(ALGOS) | return_conditioned == set(family("algo"))
     fast, slow = both(ENVS["tmaze"], ALGOS[algo], CORES["delta-net"])
     for _ in range(3):
         assert_same(fast.unroll(), slow.unroll())
@@ -121,7 +121,7 @@ def test_the_ordinary_loop_can_resume_a_compiled_one():
 
 
 class DoubledCore(GatedCore):
-    """Computes something else than its parent's instructions."""
+    """Its forward pass differs from the program that it inherits."""
 
     def forward(self, x: torch.Tensor, is_first: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
         y, state = super().forward(x, is_first, state)
@@ -133,10 +133,10 @@ class DoubledLstm(Lstm):
         return DoubledCore(nn.LSTM(input_width, 8), 2, None)
 
 
-def test_a_subclass_does_not_act_by_its_parents_instructions():
+def test_a_subclass_does_not_use_its_parents_program():
     assert actor(ENVS["tmaze"], ALGOS["dqn"], DoubledLstm()).compiled_actor is None
-    broken = [finding.requirement for finding in check_contract(DoubledLstm()) if finding.violation]
-    assert broken == ["the compiled form of the core, if it has one, computes the same"]
+    violations = [finding.requirement for finding in check_contract(DoubledLstm()) if finding.violation]
+    assert violations == ["the compiled form of the core, if it has one, computes the same"]
 
 
 def test_networks_that_cannot_be_compiled_use_the_ordinary_loop():

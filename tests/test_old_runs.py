@@ -41,7 +41,7 @@ def test_an_old_run_resumes_as_its_own_version_did(name, tmp_path):
     for table in ("metrics.csv", "evaluations.csv", "episodes.csv"):
         before, after = read_csv(OLD_RUNS / name / table)[-1], read_csv(run.path / table)[-1]
         columns = {aliases.upgrade_metric(column) for column, value in before.items() if value}
-        assert columns <= {column for column, value in after.items() if value}, f"{table} goes on without some columns"
+        assert columns <= {column for column, value in after.items() if value}, f"{table} lost columns"
     last = {aliases.upgrade_metric(column): value for column, value in EXPECTED[name]["resumed"].items()}
     assert len(rows) == EXPECTED[name]["rows"]
     assert {column: float(rows[-1][column]) for column in last} == {

@@ -1,4 +1,4 @@
-"""Learning curves of tiny runs whose every number is known."""
+"""Learning curves of tiny runs with known numbers."""
 
 import re
 import subprocess
@@ -33,7 +33,10 @@ def make(
     evaluations: list[tuple[int, float]] | None = None,
     **changes: object,
 ) -> Path:
-    """A run directory: games as (frames, score); 2 agent steps a second, 2 frames a step, an update every 4 frames."""
+    """A run directory; `scores` lists episodes as (frames, score).
+
+    There are 2 agent steps per second, 2 frames per step and an update every 4 frames.
+    """
     path.mkdir(parents=True)
     (path / EXPERIMENT).write_text(replace(experiment, **changes).to_json())  # type: ignore
     table(path / "episodes.csv", "frames,slot,score,steps,success", [(f, 0, s, 11, int(s > 0)) for f, s in scores])
@@ -47,7 +50,7 @@ def make(
 
 @pytest.fixture
 def seeds(tmp_path) -> list[Path]:
-    """Three seeds, four games each at frames 5, 10, 15 and 20."""
+    """Three seeds with four episodes each, at frames 5, 10, 15 and 20."""
     scores = ([1, 2, 3, 4], [3, 4, 5, 6], [2, 6, 1, 8])
     return [
         make(tmp_path / f"lstm-{i}", [(5 * (j + 1), s) for j, s in enumerate(row)], seed=i)
@@ -55,10 +58,10 @@ def seeds(tmp_path) -> list[Path]:
     ]
 
 
-def test_seeds_become_one_line_with_the_numbers_of_a_pencil(seeds, tmp_path):
-    drawn = plot(seeds, bins=2, interval="range", out=tmp_path / "a.png")
-    # games at 5 and 10 fall into the first half, 15 and 20 into the second: means 1.5, 3.5, 4 and 3.5, 5.5, 4.5
-    assert drawn.files == [tmp_path / "a.png", tmp_path / "a.svg", tmp_path / "a.csv"]
+def test_seeds_become_one_line_with_mean_and_range(seeds, tmp_path):
+    result = plot(seeds, bins=2, interval="range", out=tmp_path / "a.png")
+    # episodes at 5 and 10 fall into the first half, 15 and 20 into the second: means 1.5, 3.5, 4 and 3.5, 5.5, 4.5
+    assert result.files == [tmp_path / "a.png", tmp_path / "a.svg", tmp_path / "a.csv"]
     assert (tmp_path / "a.csv").read_text() == (
         "label,frames,mean,low,high,seeds\n"
         '"env=recall, core=lstm, algo=impala",10,3,1.5,4,3\n'
@@ -66,21 +69,21 @@ def test_seeds_become_one_line_with_the_numbers_of_a_pencil(seeds, tmp_path):
     )
 
 
-def test_the_interquartile_mean_can_be_asked_for(seeds, tmp_path):
+def test_the_interquartile_mean_can_be_selected(seeds, tmp_path):
     plot(seeds, bins=2, aggregate="iqm", out=tmp_path / "a.png")
     # of three, a quarter of the outer ones: (1.5 / 4 + 3.5 + 4 / 4) / 1.5
     assert [float(r["iqm"]) for r in read_csv(tmp_path / "a.csv")] == pytest.approx([3.25, 4.5])
 
 
-def test_the_bootstrap_lies_within_the_range_and_around_the_mean(seeds):
+def test_the_bootstrap_interval_lies_within_the_range_around_the_mean(seeds):
     (line,) = curves(seeds, bins=4).lines
-    (whole,) = curves(seeds, bins=4, interval="range").lines
-    assert line.low is not None and line.high is not None and whole.low is not None and whole.high is not None
-    assert (whole.low <= line.low).all() and (line.low < line.y).all()
-    assert (line.y < line.high).all() and (line.high <= whole.high).all()
+    (full,) = curves(seeds, bins=4, interval="range").lines
+    assert line.low is not None and line.high is not None and full.low is not None and full.high is not None
+    assert (full.low <= line.low).all() and (line.low < line.y).all()
+    assert (line.y < line.high).all() and (line.high <= full.high).all()
     # 27 resamples of three: an end of the range comes with a chance of 1/27, more than 2.5%
-    np.testing.assert_allclose(line.low, whole.low)
-    np.testing.assert_allclose(line.high, whole.high)
+    np.testing.assert_allclose(line.low, full.low)
+    np.testing.assert_allclose(line.high, full.high)
 
 
 @pytest.mark.parametrize("statistic", ["mean", "iqm"])
@@ -91,27 +94,27 @@ def test_the_interval_of_identical_seeds_is_a_point(statistic, tmp_path):
     np.testing.assert_allclose(line.y, [0.1, 0.7])
 
 
-def test_one_seed_has_no_band(seeds, tmp_path):
+def test_one_seed_has_no_interval(seeds, tmp_path):
     (line,) = plot(seeds[:1], bins=2, out=tmp_path / "a.png").lines
     assert line.low is line.high is None
     assert line.seeds == 1
     assert [(r["low"], r["high"]) for r in read_csv(tmp_path / "a.csv")] == [("", ""), ("", "")]
 
 
-def test_no_band_where_every_task_has_one_seed():
+def test_no_interval_where_every_task_has_one_seed():
     assert aggregate("a", [1], [[[1.0]], [[3.0]]]).low is None
     assert aggregate("a", [1], [[[1.0]], [[3.0]]], interval="range").low == pytest.approx([1.0])
     assert aggregate("a", [1], [[[1.0], [2.0]], [[3.0]]]).low == pytest.approx([5 / 3])
 
 
-def test_the_tasks_of_a_line_are_resampled_apart(tmp_path):
+def test_bootstrap_resamples_each_task_of_a_line_separately(tmp_path):
     easy = [make(tmp_path / f"easy-{i}", [(20, 1.0)], env=Recall(delay=1), seed=i) for i in range(4)]
     hard = [make(tmp_path / f"hard-{i}", [(20, 0.0)], env=Recall(delay=99), seed=i) for i in range(4)]
     (line,) = curves([*easy, *hard], bins=1, labels={"all": ["easy-*", "hard-*"]}).lines
     assert (line.low, line.y, line.high) == ([0.5], [0.5], [0.5])  # pooled, the mix of tasks would vary
 
 
-def test_a_label_is_what_sets_a_line_apart(tmp_path):
+def test_labels_show_the_settings_in_which_lines_differ(tmp_path):
     lines = [
         make(tmp_path / "a", [(10, 1.0)]),
         make(tmp_path / "b", [(10, 1.0)], core=Ff()),
@@ -129,7 +132,7 @@ def test_a_label_is_what_sets_a_line_apart(tmp_path):
     ]
 
 
-def test_settings_that_go_along_are_left_to_a_note(tmp_path):
+def test_settings_that_vary_with_the_label_are_in_a_note(tmp_path):
     runs = [
         make(tmp_path / str(n), [(10, 1.0)], env=Recall(delay=n), core=Lstm(chrono=2 * n), frames=n) for n in (3, 30)
     ]
@@ -148,7 +151,7 @@ def test_settings_are_compared_within_a_kind():
     assert distinctions([a, a]) == [{}, {}]
 
 
-def test_runs_can_be_named_by_hand(seeds, tmp_path):
+def test_runs_can_be_labelled_by_hand(seeds, tmp_path):
     other = make(tmp_path / "other", [(20, 0.0)], env=Catch())
     labels = {"two": [str(seeds[0]), "lstm-1"], "one": [f"{tmp_path}/lstm-2"]}
     lines = curves([*seeds, other], bins=1, labels=labels).lines
@@ -167,7 +170,7 @@ def test_a_run_given_twice_counts_once(seeds, tmp_path):
     assert line.seeds == 3
 
 
-def test_runs_of_unequal_length_are_compared_where_all_have_been(tmp_path):
+def test_runs_of_unequal_length_are_compared_up_to_the_shortest(tmp_path):
     short = make(tmp_path / "a", [(5, 0.0), (10, 2.0)])
     long = make(tmp_path / "b", [(5, 4.0), (10, 6.0), (15, 99.0), (20, 99.0)], seed=1)
     lines, notes, _ = curves([short, long], bins=2)
@@ -176,21 +179,21 @@ def test_runs_of_unequal_length_are_compared_where_all_have_been(tmp_path):
     assert "end between 10 and 20 frames" in notes[0]
 
 
-def test_last_games_need_not_end_together(tmp_path):
+def test_last_episodes_may_end_at_slightly_different_frames(tmp_path):
     runs = [make(tmp_path / str(end), [(50, 1.0), (end, 2.0)], seed=end) for end in (100, 101, 103)]
     assert curves(runs[:2]).notes == []
     assert len(curves(runs).notes) == 1
 
 
-def test_a_line_starts_where_every_seed_has_a_game(tmp_path):
+def test_a_line_starts_where_every_seed_has_an_episode(tmp_path):
     early = make(tmp_path / "a", [(1, 0.0), (8, 4.0)])
     late = make(tmp_path / "b", [(5, 2.0), (8, 8.0)], seed=1)
     (line,) = curves([early, late], bins=4).lines  # ends at 2, 4, 6, 8
     np.testing.assert_allclose(line.x, [6, 8])
-    np.testing.assert_allclose(line.y, [1.0, 6.0])  # the early one's bins without a game repeat its 0
+    np.testing.assert_allclose(line.y, [1.0, 6.0])  # the early one's bins without an episode repeat its 0
 
 
-def test_bins_by_a_plain_loop():
+def test_bins_agree_with_a_plain_loop():
     rng = np.random.default_rng(0)
     x, y = np.sort(rng.integers(1, 100, 40)).astype(float), rng.normal(size=40)
     expected = []
@@ -200,7 +203,7 @@ def test_bins_by_a_plain_loop():
     np.testing.assert_allclose(binned(x, y, 90, 7), expected)
 
 
-def test_smoothing_looks_back():
+def test_smoothing_is_a_trailing_mean():
     y = np.array([[4.0, 0.0, 2.0, 6.0], [1.0, 1.0, 1.0, 1.0]])
     np.testing.assert_allclose(smoothed(y, 2), [[4, 2, 1, 4], [1, 1, 1, 1]])
     np.testing.assert_allclose(smoothed(y, 9), [[4, 2, 2, 3], [1, 1, 1, 1]])
@@ -208,18 +211,18 @@ def test_smoothing_looks_back():
 
 
 @pytest.mark.parametrize(("clock", "end"), [("frames", 20), ("steps", 10), ("updates", 5), ("seconds", 5)])
-def test_every_clock(seeds, clock, end, tmp_path):
+def test_every_x_axis(seeds, clock, end, tmp_path):
     plot(seeds, x=clock, bins=2, out=tmp_path / "a.png")
     assert [float(r[clock]) for r in read_csv(tmp_path / "a.csv")] == [end / 2, end]
     assert [float(r["mean"]) for r in read_csv(tmp_path / "a.csv")] == [3, 4.5]
 
 
-def test_success_and_columns_of_metrics(seeds):
+def test_success_and_columns_of_metrics_can_be_plotted(seeds):
     assert curves(seeds, "success", bins=1).lines[0].y == [1.0]
     np.testing.assert_allclose(curves(seeds, "entropy", bins=5).lines[0].y, [0.04, 0.08, 0.12, 0.16, 0.2])
 
 
-def test_evaluations_stay_where_they_were_made(tmp_path):
+def test_evaluations_at_the_same_frames_are_not_binned(tmp_path):
     a = make(tmp_path / "a", [(9, 0.0)], evaluations=[(8, 0.0), (16, 1.0), (24, 1.0)])
     b = make(tmp_path / "b", [(9, 0.0)], seed=1, evaluations=[(8, 0.5), (16, 0.5), (24, 1.0)])
     (line,) = curves([a, b], "eval").lines
@@ -233,13 +236,13 @@ def test_evaluations_at_other_frames_are_interpolated(tmp_path):
     np.testing.assert_allclose([line.x, line.y], [[10, 20], [0.25, 0.5]])
 
 
-def test_a_row_cut_short_is_left_out(seeds):
+def test_an_incomplete_row_is_skipped(seeds):
     with (seeds[0] / "episodes.csv").open("a") as file:
         file.write("25,0")
     assert curves(seeds[:1], bins=2).lines[0].x[-1] == 20
 
 
-def test_picture_and_drawing_are_there_and_always_the_same(seeds, tmp_path):
+def test_figures_are_written_and_equal_for_equal_options(seeds, tmp_path):
     options = {"bins": 3, "references": {"best": 8.0}, "title": "three seeds"}
     first = plot(seeds, out=tmp_path / "one" / "a.png", **options).files
     again = plot(seeds, out=tmp_path / "two" / "a.svg", **options).files
@@ -249,42 +252,42 @@ def test_picture_and_drawing_are_there_and_always_the_same(seeds, tmp_path):
     assert b"<svg" in svg and len(svg) > 5_000
 
 
-def drawn_references(monkeypatch, runs: list[Path], out: Path, **options) -> dict[str, float]:
-    seen = []
-    monkeypatch.setattr("bestiary.analysis.plot.draw", lambda *args: (seen.append(args[2]), draw(*args)))
+def plotted_references(monkeypatch, runs: list[Path], out: Path, **options) -> dict[str, float]:
+    captured = []
+    monkeypatch.setattr("bestiary.analysis.plot.draw", lambda *args: (captured.append(args[2]), draw(*args)))
     plot(runs, out=out, **options)
-    return seen[0]
+    return captured[0]
 
 
-def test_an_environment_that_knows_its_references_has_them_drawn(seeds, tmp_path, monkeypatch):
+def test_reference_scores_of_an_environment_are_plotted(seeds, tmp_path, monkeypatch):
     known = {"optimal": 1.0, "without memory": 0.25}
     out = tmp_path / "a.png"
-    assert drawn_references(monkeypatch, seeds, out) == known
-    assert drawn_references(monkeypatch, seeds, out, references={"mine": 3.0}) == known | {"mine": 3.0}
-    assert drawn_references(monkeypatch, seeds, out, metric="entropy") == {}
+    assert plotted_references(monkeypatch, seeds, out) == known
+    assert plotted_references(monkeypatch, seeds, out, references={"own": 3.0}) == known | {"own": 3.0}
+    assert plotted_references(monkeypatch, seeds, out, metric="entropy") == {}
     other = make(tmp_path / "other", [(20, 0.0)], env=Recall(cues=2))
-    assert drawn_references(monkeypatch, [*seeds, other], out) == {}
+    assert plotted_references(monkeypatch, [*seeds, other], out) == {}
 
 
-def test_lines_can_be_drawn_on_axes_of_ones_own():
+def test_lines_can_be_plotted_on_given_axes():
     from matplotlib.figure import Figure
 
     axes = Figure().subplots(1, 2)
     lines = [aggregate(name, [10, 30, 100], [[[1, 2, 3], [3, 4, 5]]]) for name in ("lstm", "ff")]
-    looks = style(line.label for line in lines)
-    draw(axes[0], lines, {"best": 5.0}, looks)
-    draw(axes[1], lines[1:], styles=looks)
+    styles = style(line.label for line in lines)
+    draw(axes[0], lines, {"best": 5.0}, styles)
+    draw(axes[1], lines[1:], styles=styles)
     assert [line.get_label() for line in axes[0].lines[:2]] == ["lstm", "ff"]
     assert axes[0].lines[1].get_color() == axes[1].lines[0].get_color() != axes[0].lines[0].get_color()
     assert len(axes[0].collections) == 2
     np.testing.assert_array_equal(axes[0].lines[0].get_ydata(), [2, 3, 4])
 
 
-def test_styles_stay_different_when_colours_run_out():
+def test_styles_stay_distinct_when_colours_run_out():
     assert len({str(look) for look in style(map(str, range(24))).values()}) == 24
 
 
-def refusal(call, *args, **options) -> str:
+def error_message(call, *args, **options) -> str:
     with pytest.raises(UserError) as e:
         call(*args, **options)
     return str(e.value)
@@ -294,33 +297,37 @@ def test_every_mistake_is_answered_in_one_sentence(seeds, tmp_path):
     fresh = make(tmp_path / "fresh", [])
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.log").write_text("")
-    assert refusal(plot, []) == "name at least one run"
+    assert error_message(plot, []) == "name at least one run"
     for path in (tmp_path / "empty", tmp_path / "a.log", tmp_path / "nowhere"):
-        assert refusal(plot, [path]) == f"{path} is not a run: it has no experiment.json"
-    assert refusal(plot, [fresh]) == f"{fresh} has no finished episodes yet"
-    assert refusal(plot, [*seeds, fresh]) == f"{fresh} has no finished episodes yet"
-    assert refusal(plot, seeds, "eval") == f"{seeds[0]} has no evaluations yet"
-    assert refusal(plot, seeds, "rare") == f"{seeds[0]} has no rows in metrics.csv yet with rare"
-    assert refusal(plot, seeds, "entropi") == f"{seeds[0]} has no 'entropi': did you mean entropy?"
-    assert "there are: score, success, steps" in refusal(plot, seeds, "zzz")
+        assert error_message(plot, [path]) == f"{path} is not a run: it has no experiment.json"
+    assert error_message(plot, [fresh]) == f"{fresh} has no finished episodes yet"
+    assert error_message(plot, [*seeds, fresh]) == f"{fresh} has no finished episodes yet"
+    assert error_message(plot, seeds, "eval") == f"{seeds[0]} has no evaluations yet"
+    assert error_message(plot, seeds, "rare") == f"{seeds[0]} has no rows in metrics.csv yet with rare"
+    assert error_message(plot, seeds, "entropi") == f"{seeds[0]} has no 'entropi': did you mean entropy?"
+    assert "there are: score, success, steps" in error_message(plot, seeds, "zzz")
     evaluated = make(tmp_path / "evaluated", [(9, 1.0)], evaluations=[(9, 1.0)])
-    assert refusal(plot, [evaluated], "eval.scores").startswith(f"{evaluated} has no 'eval.scores': ")
+    assert error_message(plot, [evaluated], "eval.scores").startswith(f"{evaluated} has no 'eval.scores': ")
     later = make(tmp_path / "later", [(9, 1.0)], seed=1, evaluations=[(20, 1.0)])
-    assert "no range of frames in common in which all of them have eval" in refusal(plot, [evaluated, later], "eval")
-    assert "label 'x' names lstm-7, which matches none of the runs" in refusal(plot, seeds, labels={"x": ["lstm-7"]})
-    assert refusal(plot, seeds, bins=0) == "bins=0 and smooth=1 must be at least 1"
-    assert refusal(plot, seeds, out="a.pdf") == "out=a.pdf must end in .png or .svg"
+    assert "no range of frames in common in which all of them have eval" in error_message(
+        plot, [evaluated, later], "eval"
+    )
+    assert "label 'x' names lstm-7, which matches none of the runs" in error_message(
+        plot, seeds, labels={"x": ["lstm-7"]}
+    )
+    assert error_message(plot, seeds, bins=0) == "bins=0 and smooth=1 must be at least 1"
+    assert error_message(plot, seeds, out="a.pdf") == "out=a.pdf must end in .png or .svg"
 
 
-def test_an_old_run_without_success_says_so(tmp_path):
+def test_an_old_run_without_success_is_refused(tmp_path):
     run = make(tmp_path / "old", [(9, 1.0)])
     table(run / "episodes.csv", "frames,score", [(9, 1.0)])
-    assert refusal(plot, [run], "success").startswith(f"{run} has no 'success': ")
+    assert error_message(plot, [run], "success").startswith(f"{run} has no 'success': ")
 
 
 def test_the_tables_of_a_run_are_never_overwritten(seeds):
     before = (seeds[0] / "metrics.csv").read_text()
-    assert "was not written by plot" in refusal(plot, seeds, "entropy", out=seeds[0] / "metrics.png")
+    assert "was not written by plot" in error_message(plot, seeds, "entropy", out=seeds[0] / "metrics.png")
     assert (seeds[0] / "metrics.csv").read_text() == before
     assert not (seeds[0] / "metrics.png").exists()
 
@@ -330,19 +337,19 @@ def bestiary(*args: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=300, check=False)
 
 
-def test_the_command_draws_into_the_current_directory(seeds, tmp_path):
+def test_the_command_writes_into_the_current_directory(seeds, tmp_path):
     make(tmp_path / "ff", [(5, 0.0), (10, 0.0)], core=Ff())
     make(tmp_path / "ff-1", [(5, 1.0), (10, 1.0), (20, 1.0)], core=Ff(), seed=1)
     names = [run.name for run in seeds]
-    more = ["--label", "mine=lstm-0,lstm-1", "--label", "other=lstm-2", "--reference", "best=8", "--bins", 2]
+    more = ["--label", "first=lstm-0,lstm-1", "--label", "other=lstm-2", "--reference", "best=8", "--bins", 2]
     done = bestiary(*names, "ff", "ff-1", *more, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "written to plot.png, plot.svg, plot.csv\n"
     line = "env=recall, core=ff, algo=impala"
     assert done.stderr == f"note: the runs of {line!r} end between 10 and 20 frames; the line ends with the first\n"
     assert [(r["label"], r["frames"], r["mean"], r["seeds"]) for r in read_csv(tmp_path / "plot.csv")] == [
-        ("mine", "10", "2.5", "2"),
-        ("mine", "20", "4.5", "2"),
+        ("first", "10", "2.5", "2"),
+        ("first", "20", "4.5", "2"),
         ("other", "10", "4", "1"),
         ("other", "20", "4.5", "1"),
         (line, "5", "0.5", "2"),

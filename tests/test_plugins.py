@@ -1,4 +1,4 @@
-"""Cores from a user's own file: found, put through the contract, trained, refused in one sentence."""
+"""Plugin cores: loading, the contract's checks, training, and refusals in one sentence."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ import torch
 from bestiary.cores.base import Core
 
 class Sum(Core):
-    """Adds up what it sees; {fault}"""
+    """Adds up its inputs; {fault}"""
     def __init__(self):
         super().__init__()
         self.width = 6
@@ -32,19 +32,19 @@ class Sum(Core):
         return (self.scale.new_zeros({leaf}),)
     def forward(self, x, is_first, state):
         (h,) = state
-        rows = []
-        for row, new in zip(x, is_first):
+        outputs = []
+        for step, new in zip(x, is_first):
             {forget}
-            h = h + self.scale * row {mix}
-            rows.append(h)
-        return torch.stack(rows) {idle}, (h,)
+            h = h + self.scale * step {mix}
+            outputs.append(h)
+        return torch.stack(outputs) {idle}, (h,)
 
 @dataclass(frozen=True)
 class Config:
     def build(self, input_width):
         return Sum()
 '''
-SOUND = {
+CORRECT = {
     "fault": "",
     "leaf": "batch_size, 6",
     "forget": "h = torch.where(new[:, None], 0, h)",
@@ -55,12 +55,12 @@ SOUND = {
 
 def write(tmp_path: Path, **changes: str) -> str:
     file = tmp_path / "core.py"
-    file.write_text(BROKEN.format(**(SOUND | changes)))
+    file.write_text(BROKEN.format(**(CORRECT | changes)))
     return f"{file}:Config"
 
 
 @pytest.mark.parametrize("name", family("core"))
-def test_every_core_of_ours_keeps_the_contract(name):
+def test_every_core_of_the_package_keeps_the_contract(name):
     narrow = {"hidden": 8, "width": 8, "heads": 2, "feedforward": 8, "window": 16}
     cls = family("core")[name]
     config = cls(**{k: v for k, v in narrow.items() if k in cls.__dataclass_fields__})
@@ -78,26 +78,26 @@ def test_the_example_is_forty_lines_of_code():
     assert len(lines) <= 40
 
 
-def test_a_sound_core_is_called_sound(tmp_path, capsys):
+def test_a_correct_core_passes(tmp_path, capsys):
     assert main(["doctor", "core", write(tmp_path)]) == 0, capsys.readouterr()
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "message"),
     [
         ({"forget": "pass"}, "begins at step"),
         ({"forget": "h = torch.where(is_first[0][:, None], 0, h)"}, "differs first at step"),
         ({"mix": "+ x.mean((0, 1))"}, "stream 0 differs first at step 0"),
         ({"idle": ""}, "idle gets none"),
         ({"leaf": "6, batch_size"}, "the first axis must be the batch"),
-        ({"forget": "h = torch.where(new[:, None], 0, h if rows else h.detach())"}, "the gradient of"),
+        ({"forget": "h = torch.where(new[:, None], 0, h if outputs else h.detach())"}, "the gradient of"),
         ({"forget": "h = torch.where(new[:, None], 0, h); x.add_(1)"}, "x was changed"),
         ({"idle": "+ self.idle + nonsense"}, "NameError"),
     ],
 )
-def test_a_broken_core_is_told_where_it_breaks(tmp_path, capsys, changes, sentence):
+def test_a_broken_core_is_reported_with_its_violation(tmp_path, capsys, changes, message):
     assert main(["doctor", "core", write(tmp_path, **changes)]) == 1, capsys.readouterr()
-    assert sentence in " ".join(capsys.readouterr().out.split())
+    assert message in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_plugin_core_trains_evaluates_and_resumes(tmp_path):
@@ -105,50 +105,50 @@ def test_a_plugin_core_trains_evaluates_and_resumes(tmp_path):
     done = bestiary("train", "recall", "core:leaky", "--core.hidden", 8, "--frames", "2k", *small)
     assert done.returncode == 0, done.stderr
     assert "core:leaky" in bestiary("list", "cores", "--plugin", EXAMPLE).stdout
-    played = bestiary("eval", tmp_path / "run", "--episodes", 4, "--plugin", EXAMPLE)
-    assert played.returncode == 0, played.stderr
+    evaluated = bestiary("eval", tmp_path / "run", "--episodes", 4, "--plugin", EXAMPLE)
+    assert evaluated.returncode == 0, evaluated.stderr
     assert "needs --plugin FILE.py" in refused(bestiary("eval", tmp_path / "run", "--episodes", 4))
 
 
 def test_plugins_that_cannot_be_used_are_refused(tmp_path, capsys):
-    def refusal(*args: object) -> str:
+    def error_message(*args: object) -> str:
         assert main(["list", "cores", *map(str, args)]) == 2
         return capsys.readouterr().err
 
-    assert "there is no such Python file" in refusal("--plugin", tmp_path / "nothing.py")
-    assert "--plugin needs a file" in refusal("--plugin")
+    assert "there is no such Python file" in error_message("--plugin", tmp_path / "nothing.py")
+    assert "--plugin needs a file" in error_message("--plugin")
     bad = tmp_path / "bad.py"
     bad.write_text("x = 1\nimport nowhere_to_be_found\n")
-    assert "bad.py does not import (line 2): ModuleNotFoundError" in refusal("--plugin", bad)
+    assert "bad.py does not import (line 2): ModuleNotFoundError" in error_message("--plugin", bad)
     bad.write_text("x = (\n")
-    assert "does not import" in refusal("--plugin", bad)
+    assert "does not import" in error_message("--plugin", bad)
     bad.write_text("x = 1\n")
-    assert "registers nothing" in refusal("--plugin", bad)
+    assert "registers nothing" in error_message("--plugin", bad)
     bad = tmp_path / "worse.py"
-    bad.write_text("import bestiary\nclass Mine: pass\nbestiary.register(core=Mine)\n")
-    assert "Mine must be a frozen dataclass" in refusal("--plugin", bad)
+    bad.write_text("import bestiary\nclass Unfrozen: pass\nbestiary.register(core=Unfrozen)\n")
+    assert "Unfrozen must be a frozen dataclass" in error_message("--plugin", bad)
 
 
-def test_what_is_no_core_is_refused_by_the_doctor(tmp_path, capsys):
-    def refusal(*args: str) -> str:
+def test_doctor_refuses_what_is_not_a_core(tmp_path, capsys):
+    def error_message(*args: str) -> str:
         assert main(["doctor", *args]) == 2
         return capsys.readouterr().err
 
-    assert "did you mean lstm" in refusal("core", "lstmm")
+    assert "did you mean lstm" in error_message("core", "lstmm")
     file = tmp_path / "core.py"
     file.write_text("class Plain: pass\n")
-    assert "has no class Other" in refusal("core", f"{file}:Other")
-    assert "must be a frozen dataclass" in refusal("core", f"{file}:Plain")
+    assert "has no class Other" in error_message("core", f"{file}:Other")
+    assert "must be a frozen dataclass" in error_message("core", f"{file}:Plain")
     file = tmp_path / "other.py"
     file.write_text(
         "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass Wrong:\n  def build(self, w): return 3\n"
     )
-    assert "must return a bestiary.cores.base.Core" in refusal("core", f"{file}:Wrong")
-    assert "doctor does not know" in refusal("nothing")
+    assert "must return a bestiary.cores.base.Core" in error_message("core", f"{file}:Wrong")
+    assert "doctor does not know" in error_message("nothing")
 
 
 @pytest.mark.parametrize("other", [Ff(), Lstm(hidden=16), Lstm(hidden=8, layers=2), Gpt(width=8, heads=2), DeltaNet()])
-def test_the_memory_of_another_core_is_refused(other):
+def test_the_recurrent_state_of_another_core_is_refused(other):
     spec = Spec("toy", (3,), torch.float32, 2)
     torso = Torso(spec, Net(), Lstm(hidden=8))
     flag, number = torch.zeros(1, 2, dtype=torch.bool), torch.zeros(1, 2, dtype=torch.long)
@@ -160,14 +160,14 @@ def test_the_memory_of_another_core_is_refused(other):
 
 
 @pytest.mark.parametrize("core", ["ff", "lstm", "gru", "gpt", "delta-rnn"])
-def test_inspect_draws_an_episode_into_the_run(tmp_path, core):
+def test_inspect_plots_an_episode_into_the_run(tmp_path, core):
     path = str(tmp_path / "run")
     short = [*SMALL, "--frames", "1k", "--evaluation.episodes", "0", "--run", path]
     assert main(["train", "recall", f"core:{core}", *short]) == 0
     assert main(["inspect", path, "--seed", "3"]) == 0
-    (picture,) = (tmp_path / "run").glob("inspect-*-3.png")
-    assert picture.read_bytes()[:4] == b"\x89PNG"
-    assert picture.stat().st_size > 10_000
+    (figure,) = (tmp_path / "run").glob("inspect-*-3.png")
+    assert figure.read_bytes()[:4] == b"\x89PNG"
+    assert figure.stat().st_size > 10_000
 
 
 def test_inspect_refuses_what_is_not_a_run(tmp_path, capsys):
@@ -176,7 +176,7 @@ def test_inspect_refuses_what_is_not_a_run(tmp_path, capsys):
 
 
 def test_a_plugin_may_register_an_environment_with_gymnasium_alone(tmp_path, capsys):
-    mine = tmp_path / "mine.py"
-    mine.write_text("import gymnasium\ngymnasium.register('PluggedIn-v0', entry_point='nowhere:Nothing')\n")
-    assert main(["list", "cores", "--plugin", str(mine)]) == 0
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text("import gymnasium\ngymnasium.register('PluggedIn-v0', entry_point='nowhere:Nothing')\n")
+    assert main(["list", "cores", "--plugin", str(plugin)]) == 0
     assert not capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A figure from one command: its plan, its runs, what was interrupted, and what comes out."""
+"""bestiary reproduce: the plan of a figure, its runs, interrupted runs and the files it writes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,21 +15,21 @@ from bestiary.training.run import Run
 
 
 def tiny(task: str, length: int, memory: str, seed: int = 0) -> Experiment:
-    made = memory_rl_quick(task, length, memory, seed)
-    return replace(made, frames=16 * (length + 40), evaluation=Evaluation(episodes=4))
+    experiment = memory_rl_quick(task, length, memory, seed)
+    return replace(experiment, frames=16 * (length + 40), evaluation=Evaluation(episodes=4))
 
 
 memory_rl_quick = memory_rl.quick
 
 
 @pytest.fixture
-def short(monkeypatch):
-    """Two lengths of a task each, a few episodes long."""
+def short_lengths(monkeypatch):
+    """Two short lengths per task, trained for a few episodes."""
     monkeypatch.setattr(reproduce, "SMALL_LENGTHS", {"tmaze-passive": (1, 3), "visual-match": (1, 2)})
     monkeypatch.setattr(memory_rl, "quick", tiny)
 
 
-def test_every_row_of_the_papers_budget_is_planned():
+def test_every_task_and_length_of_the_paper_is_planned():
     for figure, tasks in reproduce.FIGURES.items():
         jobs = reproduce.plan(figure, "paper", 2, (), Path("nowhere"))
         assert {(j.task, j.length, j.memory, j.seed) for j in jobs} == {
@@ -45,11 +45,11 @@ def test_every_row_of_the_papers_budget_is_planned():
             assert type(env).__name__ == {"t": "TMaze", "v": "VisualMatch", "k": "KeyToDoor"}[job.task[0]]
 
 
-def test_a_figure_is_made_then_nothing_is_made_twice(short, tmp_path, capsys):
+def test_a_second_call_trains_no_finished_run_again(short_lengths, tmp_path, capsys):
     args = ["reproduce", "memory-rl/fig3", "--seeds", "2", "--cores", "ff", "delta-net", "--out", str(tmp_path)]
     assert main(args) == 0
-    told = capsys.readouterr().out
-    assert "16 runs, 0 of them finished" in told and "16 of 16" in told
+    output = capsys.readouterr().out
+    assert "16 runs, 0 of them finished" in output and "16 of 16" in output
     for kind in ("png", "svg", "csv"):
         assert (tmp_path / f"figure.{kind}").stat().st_size > 300
     table = read_csv(tmp_path / "figure.csv")
@@ -61,13 +61,13 @@ def test_a_figure_is_made_then_nothing_is_made_twice(short, tmp_path, capsys):
     assert float(row["mean"]) == pytest.approx(sum(finals) / 2, abs=1e-4)
     assert {r["metric"] for r in table if r["task"] == "visual-match"} == {"success"}
 
-    stamps = {p: p.stat().st_mtime for p in tmp_path.glob("*/evaluations.csv")}
+    modified = {p: p.stat().st_mtime for p in tmp_path.glob("*/evaluations.csv")}
     assert main(args) == 0
     assert "16 of them finished" in capsys.readouterr().out
-    assert stamps == {p: p.stat().st_mtime for p in tmp_path.glob("*/evaluations.csv")}
+    assert modified == {p: p.stat().st_mtime for p in tmp_path.glob("*/evaluations.csv")}
 
 
-def test_a_run_that_was_broken_off_is_finished(short, tmp_path):
+def test_an_interrupted_run_is_finished(short_lengths, tmp_path):
     job = reproduce.plan("memory-rl/fig3", "small", 1, ("delta-net",), tmp_path)[0]
     Run.create(job.path, job.experiment)  # started, and stopped before anything was saved
     (job.path / "evaluations.csv").write_text("")
@@ -76,15 +76,15 @@ def test_a_run_that_was_broken_off_is_finished(short, tmp_path):
     assert job.finished
 
 
-def test_what_was_not_run_is_marked_so(short, tmp_path):
+def test_runs_not_yet_trained_are_marked_in_the_table(short_lengths, tmp_path):
     jobs = reproduce.plan("memory-rl/fig3", "small", 1, ("ff",), tmp_path)
     reproduce.train_missing(jobs[:1], 1, lambda text: None, {jobs[0].kind: 1.0})
     reproduce.plot_figure(jobs, "memory-rl/fig3", tmp_path / "figure", "mean")
-    told = {(r["task"], r["length"]): r["mean"] for r in read_csv(tmp_path / "figure.csv")}
-    assert list(told.values()).count("not run") == 3
+    means = {(r["task"], r["length"]): r["mean"] for r in read_csv(tmp_path / "figure.csv")}
+    assert list(means.values()).count("not run") == 3
 
 
-def test_a_run_that_fails_is_named_and_the_others_go_on(short, tmp_path):
+def test_a_failed_run_is_named_and_the_others_continue(short_lengths, tmp_path):
     jobs = reproduce.plan("memory-rl/fig3", "small", 1, ("ff",), tmp_path)[:2]
     broken = jobs[0]._replace(
         experiment=replace(jobs[0].experiment, runtime=replace(jobs[0].experiment.runtime, device="no"))
@@ -95,7 +95,7 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(short, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("args", "sentence"),
+    ("args", "message"),
     [
         (["memory-rl/fig4"], "there is no figure 'memory-rl/fig4': did you mean memory-rl/fig6"),
         (["memory-rl/fig3", "--seeds", "0"], "seeds=0 must be at least 1"),
@@ -104,8 +104,8 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(short, tmp_path):
         (["memory-rl/fig3", "--jobs", "0"], "jobs=0 must be at least 1"),
     ],
 )
-def test_wrong_words_are_refused(args, sentence, capsys, tmp_path, monkeypatch):
+def test_wrong_arguments_are_refused(args, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["reproduce", *args]) == 2
-    assert sentence in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not any(tmp_path.iterdir())

@@ -184,7 +184,7 @@ class Loop:
 
 
 def rest(seconds: float = 10.0) -> None:
-    """Wait until all threads are idle: with overlap the actor goes on until the replay is full."""
+    """Wait until all threads are idle: with overlap the actor continues until the replay is full."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         worked = time.process_time()

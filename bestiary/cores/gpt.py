@@ -31,7 +31,7 @@ class AttentionLayout(NamedTuple):
     uses_ring: bool  # some step attends to the ring
     mask: Tensor | None  # [B, 1, T, keys]; None: causal attention within the chunk
     source: Tensor  # [B, slots] step of the chunk that each slot of the ring holds afterwards; negative: none
-    continues: Tensor  # [B] the episode before the chunk goes on to its end, so the other slots stay valid
+    continues: Tensor  # [B] no episode begins within the chunk, so the other slots stay valid
     # a chunk of one step writes its slot first and then attends to the ring; `source` is then that slot [B, 1]
     filled: int | None = None  # number of filled slots, the maximum over the batch
     all_continue: bool = False

@@ -87,7 +87,7 @@ class RenderTwin:
 
 
 class AtariEnvBatch(EnvBatch):
-    """With `life_loss` a lost life is terminal for the learner, but the full game goes on: only a new game is_first.
+    """With `life_loss` a lost life is terminal for the learner, but the full game continues: only a new game is_first.
 
     With `one_life` the first lost life also ends the episode, and the emulator is reset.
 
@@ -178,7 +178,7 @@ class AtariEnvBatch(EnvBatch):
                 self._journal[slot].clear()
         self._clock = info["episode_frame_number"].copy()
         if self.life_loss or self.one_life:
-            # compare the life counter: ale-py's own flag misses the step to zero lives where play goes on
+            # compare the life counter: ale-py's own flag misses the step to zero lives where the game continues
             assert self.stats.lives is not None
             lost = ~is_first & (info["lives"] < self.stats.lives)
             if self.one_life:

@@ -66,7 +66,7 @@ class RecallEnv(BatchedEnv):
 
 @dataclass(frozen=True)
 class Recall:
-    """Recall: a cue at the first step is asked for `delay` steps later; score without memory: 1/cues."""
+    """Recall: the agent repeats the cue of the first step `delay` steps later; score without memory: 1/cues."""
 
     delay: int = 10
     """number of steps between the cue and the question (at least 1)"""

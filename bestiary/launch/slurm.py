@@ -93,7 +93,7 @@ def directives(cfg: Slurm, job: ClusterJob) -> list[str]:
         "partition": cfg.partition,
         "account": cfg.account,
         "output": cfg.output,
-        "open-mode": "append",  # a requeued job goes on writing to the same file
+        "open-mode": "append",  # a requeued job appends to the same file
         "signal": f"B:USR1@{WARNING_SECONDS}",
     }
     flags = ["requeue", *(["exclusive"] if cfg.exclusive else [])]

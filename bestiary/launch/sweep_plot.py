@@ -61,7 +61,7 @@ def draw_trials(axes: Any, space: Space, trials: Sequence["TrialResult"], metric
     title = f"{len(complete)} trials, best {metric} {high:.3g}" if complete else "no trial is finished"
     title += f" (grey: {pruned} pruned)" if pruned else ""
     axes.set_title(title, loc="left", fontsize=11, pad=16)
-    for trial in reversed(trials):  # the best is drawn last, on top
+    for trial in reversed(trials):  # the best is plotted last, on top
         if trial.state not in ("complete", "pruned"):
             continue
         heights = [height(entry, trial.values[name], trial.number) for name, entry in space.items()]

@@ -11,7 +11,7 @@ class SweepSettings:
     """How a sweep searches, and what it compares trials by."""
 
     trials: Count = 20
-    """number of trials in all; the same command with more trials goes on"""
+    """total number of trials; the same command with a larger number continues the sweep"""
     seeds_per_trial: int = 2
     """seeds of each trial, counted from --seed; the value of a trial is the mean over them"""
     metric: Literal["score", "success"] = "score"

@@ -6,7 +6,7 @@ appends its instructions in `compile_to(program, x) -> address of the result`. A
 then the actor uses PyTorch.
 
 Inputs and activations of one environment lie in one array, `scratch`; the recurrent state is one array per
-environment, its leaves side by side; the weights are one array, which is filled again whenever they change.
+environment, its leaves concatenated; the weights are one array, which is filled again whenever they change.
 """
 
 import math

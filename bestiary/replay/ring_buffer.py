@@ -23,7 +23,7 @@ class RingBuffer:
 
     Step numbers never repeat: step n is kept in slot n % slots. A trajectory's last step is the first step of the next
     one, so it is written twice, with the same content; its weight version is that of the trajectory it begins. The
-    recurrent state is kept, where asked for, as it was at the start of each trajectory.
+    recurrent state at the start of each trajectory is kept if `keep_states`.
     """
 
     def __init__(self, streams: int, capacity: int, keep_states: bool) -> None:

@@ -93,7 +93,7 @@ class UniformReplay(RingReplay):
             self.ring.check_fits(**{"replay.sequence_length": whole if self.cfg.stored_state else length})
         start = self.ring.add(trajectory)
         is_first = trajectory.step.is_first.cpu()
-        # usually the episode goes on from the step before; after an interruption another one begins here
+        # usually the episode continues from the step before; after an interruption another one begins here
         self.episode_start = np.where(is_first[0].numpy(), start, self.episode_start)
         valid = within_episode(is_first).numpy()
         self._close_episodes(start, ~valid)

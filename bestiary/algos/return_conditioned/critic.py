@@ -27,7 +27,7 @@ def value_targets(
 ) -> Tensor:
     """TD(lambda) targets of whole episodes, [T, B], in units of `value_scale`.
 
-    bootstrap_truncated=False: an episode that a time limit ended is worth nothing more, as in the public code.
+    bootstrap_truncated=False: the value after a time limit is zero, as in the public code.
     """
     discount = m.discount
     if not bootstrap_truncated:

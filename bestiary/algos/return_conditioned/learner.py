@@ -29,8 +29,8 @@ class ReturnConditionedLearner:
     """Weighted cross entropy of the actions taken, given the command that each transition achieved.
 
     `online` is the network that learns. `agent` is the network that acts: the same, or with `ema_decay` an exponential
-    moving average of it. Commands that are advantages need a critic, which either learns by itself (`separate`) or
-    adds its loss to the policy's (`joint`).
+    moving average of it. Commands that are advantages need a critic, which either has its own optimiser (`separate`)
+    or adds its loss to the policy's (`joint`).
 
     With several learners, each computes the critic's targets for the episodes of its own replay, which standardises
     advantages among those, and each takes its command distribution from its own replay.

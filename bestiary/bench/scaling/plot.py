@@ -140,7 +140,7 @@ def mark_saturation(axes: Any, m: Measured, c: Cluster, colour: str, labelled: l
     rate = bound(m, replace(c, actors=actors)).frames_per_second
     axes.plot([actors], [rate], marker="D", color=colour, markersize=6, zorder=5)
     rate = bound(m, replace(c, actors=ACTORS[-1])).frames_per_second
-    close = sum(abs(rate / other - 1) < 0.2 for other in labelled)  # lines with close ends: labels side by side
+    close = sum(abs(rate / other - 1) < 0.2 for other in labelled)  # lines with close ends: labels next to each other
     labelled.append(rate)
     where = {"xytext": (-130 * close, 4), "textcoords": "offset points", "ha": "right"}
     axes.annotate(f"{bottleneck}, from {actors} actors", (ACTORS[-1], rate), color=colour, fontsize=9, **where)

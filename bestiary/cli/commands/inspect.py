@@ -21,7 +21,7 @@ class InspectCommand:
     seed: int = 0
     """seed of the episode, which training never uses"""
     max_steps: int = 400
-    """maximum number of steps that are drawn"""
+    """maximum number of steps that are plotted"""
     out: Path | None = None
     """image file; None: inspect-*.png in the run directory"""
 

@@ -25,13 +25,13 @@ from bestiary.training.session import Session
 class Train:
     experiment: Flat
     run: Path | None = None
-    """run directory; with --seeds the directory of their runs DIR/seed0, DIR/seed1 ...; None: a new one under runs/"""
+    """run directory; with --seeds it holds one run per seed (DIR/seed0, DIR/seed1 ...); None: a new one under runs/"""
     seeds: str | None = None
     """train several seeds in parallel: their number (5, from --seed on), a range (25..29) or a list (1,5,9)"""
     jobs: int | None = None
-    """with --seeds, processes at a time; None: one per core, of this machine or of the cluster of --executor"""
+    """with --seeds: number of runs in parallel; None: one per core of this machine or of the cluster of --executor"""
     executor: ExecutorName = "local"
-    """with --seeds; local: runs are processes of this machine; ray[:ADDRESS]: of a Ray cluster (auto or HOST:PORT)"""
+    """with --seeds: local: processes of this machine; ray[:ADDRESS]: jobs of a Ray cluster (auto or HOST:PORT)"""
     plain: bool = False
     """print plain lines instead of a dashboard, also on a terminal"""
 
@@ -52,7 +52,7 @@ def main(args: list[str]) -> int:
             f"--executor {chosen.executor} is for several runs: name their seeds with --seeds; runtime:ray spreads one"
         )
     if chosen.jobs is not None:
-        raise UserError("--jobs are for several seeds: name them with --seeds")
+        raise UserError("--jobs is for several runs: name their seeds with --seeds")
     path = chosen.run or new_path(args[0], chosen.experiment.seed)
     if restarts := restarts_of(chosen.experiment):
         named = [] if chosen.run else ["--run", str(path)]
@@ -131,7 +131,7 @@ def run_seeds(chosen: Train, name: str) -> int:
     if failed := [f"seed {row['seed']}: {row['problem']}" for row in result["seeds"] if row["problem"]]:
         raise UserError(f"{len(failed)} of {len(numbers)} seeds failed, the first: {failed[0]}; --run {root} continues")
     print(f"  bestiary eval {root}           evaluate every seed, with intervals over seeds")
-    print(f"  bestiary plot {root}           one curve with its interval")
+    print(f"  bestiary plot {root}           learning curve: mean over seeds with its confidence interval")
     return 0
 
 

@@ -46,7 +46,7 @@ class _Sizes:
     """Sizes and layouts of a call: tensors are [T, B, H, ...], kernels use [T, N, ...] with N = B * H streams."""
 
     def __init__(self, ctx: Any, x: Tensor, reset: Tensor, W: Tensor, vectors: int, strengths: int) -> None:
-        """`vectors`: number of vectors of width D side by side in x; `strengths`: number of scalars after them."""
+        """`vectors`: number of concatenated vectors of width D in x; `strengths`: number of scalars after them."""
         self.steps, self.batch, self.heads, columns = x.shape
         self.width = W.shape[-1]
         # compiled code does not check bounds

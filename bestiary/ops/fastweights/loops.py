@@ -1,6 +1,6 @@
 """The four fast-weight rules as written in the papers, one time step after the other: the reference for fast forms.
 
-x: [T, B, H, ...], the output of the slow network side by side: query, key and value of width D and the write
+x: [T, B, H, ...], the concatenated outputs of the slow network: query, key and value of width D and the write
 strength, all before feature map and sigmoid. y: [T, B, H, D]; reset: [T, B]; a memory (fast weights) W: [B, H, D, D],
 key by value. Where reset is true the memory is zero before the step. `bptt` truncates the gradient: the memory before
 steps 0, bptt, 2 bptt, ... is a constant.

@@ -1,4 +1,4 @@
-"""Evaluations of a Ray run, in a process of their own while training goes on."""
+"""Evaluations of a Ray run, in their own process while training continues."""
 
 import time
 from collections.abc import Callable

@@ -41,27 +41,27 @@ box2d = pytest.mark.skipif(not available("box2d"), reason="needs the extra box2d
 
 
 class Walk(gymnasium.Env):
-    """Actions move left, not at all, or right; at a distance of three one of two lives is lost."""
+    """Actions: left, stay, right. At a distance of three one of two lives is lost."""
 
     metadata = {"lives": True}
     observation_space = gymnasium.spaces.Box(-3, 3, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(3)
 
-    def _told(self) -> tuple[np.ndarray, dict[str, Any]]:
+    def _observe(self) -> tuple[np.ndarray, dict[str, Any]]:
         return np.array([self.x], np.float32), {"x": self.x, "lives": self.lives}
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self.x, self.lives = int(self.np_random.integers(-1, 2)), 2
-        return self._told()
+        return self._observe()
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self.x += int(action) - 1
-        paid = float(self.x > 0)
+        reward = float(self.x > 0)
         if abs(self.x) == 3:
             self.x, self.lives = 0, self.lives - 1
-        obs, told = self._told()
-        return obs, paid, self.lives == 0, False, told
+        obs, info = self._observe()
+        return obs, reward, self.lives == 0, False, info
 
 
 COMPONENTS: Components = {
@@ -86,19 +86,19 @@ gymnasium.register("toys/Walk-v0", entry_point=walk, max_episode_steps=40)
 
 def test_components_are_functions_of_a_transition():
     env = walk()
-    _, told = env.reset(seed=0)
-    start = told["x"]
-    assert told["components"].tolist() == [0.0] * len(NAMES)
+    _, info = env.reset(seed=0)
+    start = info["x"]
+    assert info["components"].tolist() == [0.0] * len(NAMES)
     for action, x in ((2, start + 1), (1, start + 1), (0, start)):
-        obs, paid, _, _, told = env.step(action)
-        assert dict(zip(NAMES, told["components"].tolist(), strict=True)) == {
+        obs, reward, _, _, info = env.step(action)
+        assert dict(zip(NAMES, info["components"].tolist(), strict=True)) == {
             "score": float(x > 0),
             "moved": float(action != 1),
             "leftward": float(action == 0),
             "place": x / 4,
             "x2": float(x**2),
         }
-        assert paid == float(x > 0)
+        assert reward == float(x > 0)
         assert obs.tolist() == [x]
 
 
@@ -106,9 +106,9 @@ def test_a_reset_is_not_a_transition():
     env = walk("moved")
     env.reset(seed=0)
     env.step(2)
-    _, told = env.reset(seed=0)
+    _, info = env.reset(seed=0)
     assert env.step(1)[1] == 0.0  # the position before the reset does not count
-    assert told["components"].tolist() == [0.0] * len(NAMES)
+    assert info["components"].tolist() == [0.0] * len(NAMES)
 
 
 @pytest.mark.parametrize("reward", ["score", "2*score-0.5*moved", "-x2", "lazy:3", "place + 1e-3*leftward", "0*score"])
@@ -118,14 +118,14 @@ def test_the_reward_is_the_weighted_sum_and_all_else_is_unchanged(reward: str):
     plain.reset(seed=4)
     env.reset(seed=4)
     for action in random_actions(3, 40, 1)[:, 0].tolist():
-        obs, score, over, cut, told = plain.step(action)
-        obs_too, paid, over_too, cut_too, told_too = env.step(action)
-        parts = dict(zip(NAMES, told_too.pop("components").tolist(), strict=True))
-        assert (obs.tolist(), over, cut, told) == (obs_too.tolist(), over_too, cut_too, told_too)
-        assert parts["score"] == score
-        assert paid == pytest.approx(weighted_sum(weights, parts))
-        assert type(paid) is float
-        if over:
+        obs, score, terminated, truncated, info = plain.step(action)
+        other_obs, weighted, other_terminated, other_truncated, other_info = env.step(action)
+        parts = dict(zip(NAMES, other_info.pop("components").tolist(), strict=True))
+        assert (terminated, truncated, info) == (other_terminated, other_truncated, other_info)
+        assert obs.tolist() == other_obs.tolist() and parts["score"] == score
+        assert weighted == pytest.approx(weighted_sum(weights, parts))
+        assert type(weighted) is float
+        if terminated:
             plain.reset(seed=5)
             env.reset(seed=5)
 
@@ -136,7 +136,7 @@ def test_components_without_weight_do_not_affect_the_reward():
     assert np.isfinite([env.step(a)[1] for a in (2, 2, 0, 0, 1)]).all()
 
 
-def test_the_true_reward_can_be_another_than_the_environments_own():
+def test_the_true_reward_can_differ_from_the_environments_own():
     env = ComponentReward(Walk(), {"score": lambda m: 7.0, "own": lambda m: m.reward}, "score+own")
     env.reset(seed=0)
     assert env.component_names == ("score", "own")
@@ -259,14 +259,14 @@ def rollout(processes: bool = False, reward: str = "score") -> Rollout:
 
 
 def test_components_are_summed_over_episodes_and_lives():
-    told = rollout(reward="2*place-moved")
+    result = rollout(reward="2*place-moved")
     weights = parse_reward("2*place-moved", COMPONENTS)
-    rows, games = told.steps, 0
+    steps, episodes = result.steps, 0
     for slot in range(2):
-        for row, episode in told.finished(slot):
-            here = slice(row - episode.steps, row)
-            reward = rows.reward[here, slot]
-            assert episode.components["leftward"] == (rows.prev_action[here, slot] == 0).sum().item()
+        for t, episode in result.finished(slot):
+            during = slice(t - episode.steps, t)
+            reward = steps.reward[during, slot]
+            assert episode.components["leftward"] == (steps.prev_action[during, slot] == 0).sum().item()
             assert weighted_sum(weights, episode.components) == pytest.approx(reward.sum().item(), abs=1e-4)
             assert weighted_sum(weights, episode.components) == pytest.approx(episode.score)
             assert [weighted_sum(weights, part) for part in episode.life_components] == pytest.approx(
@@ -276,9 +276,9 @@ def test_components_are_summed_over_episodes_and_lives():
                 parts = [part[name] for part in episode.life_components]
                 assert sum(parts) == pytest.approx(episode.components[name])
             assert len(episode.life_returns) == 2 or episode.truncated
-            games += 1
-    assert games >= 4
-    assert not rows.is_terminal[:-1][~rows.is_first[1:]].any()  # a lost life is not terminal here
+            episodes += 1
+    assert episodes >= 4
+    assert not steps.is_terminal[:-1][~steps.is_first[1:]].any()  # a lost life is not terminal here
 
 
 def test_the_choice_of_reward_changes_rewards_and_nothing_else():
@@ -290,17 +290,17 @@ def test_the_choice_of_reward_changes_rewards_and_nothing_else():
 
 
 def test_processes_give_the_same_steps_statistics_and_states():
-    here, there = rollout(), rollout(processes=True)
-    assert different_fields(here.steps, there.steps) == []
-    assert here.episodes == there.episodes
-    assert here.saved == there.saved
+    local, remote = rollout(), rollout(processes=True)
+    assert different_fields(local.steps, remote.steps) == []
+    assert local.episodes == remote.episodes
+    assert local.saved == remote.saved
 
 
 def test_an_ordinary_environment_has_no_components():
     with closing(make(id="CartPole-v1")) as env_batch:
-        told = roll_out(env_batch, random_actions(2, 60, 2))
+        result = roll_out(env_batch, random_actions(2, 60, 2))
         assert (env_batch.components, env_batch.component_means()) == ((), {})
-    episodes = [e for ended in told.episodes for e in ended]
+    episodes = [e for ended in result.episodes for e in ended]
     assert episodes
     assert all((e.components, e.life_components) == ({}, ()) for e in episodes)
 
@@ -327,8 +327,8 @@ def test_all_components_are_logged_for_every_reward(tmp_path: Path):
             assert all(row[f"per_{what}_{name}"] for row in rows for what in ("step", "episode", "life"))
         weights = parse_reward(reward, dict.fromkeys(NAMES), NAMED)
         for row in rows:
-            games = {name: float(row[f"per_episode_{name}"]) for name in NAMES}
-            assert float(row["score"]) == pytest.approx(weighted_sum(weights, games), abs=1e-6)
+            sums = {name: float(row[f"per_episode_{name}"]) for name in NAMES}
+            assert float(row["score"]) == pytest.approx(weighted_sum(weights, sums), abs=1e-6)
         (evaluation,) = read_csv(run / "evaluations.csv")
         assert {f"per_episode_{name}" for name in NAMES} < evaluation.keys()
         assert all("moved=" in row["components"] for row in read_csv(run / "episodes.csv"))
@@ -346,7 +346,7 @@ def test_runs_without_components_have_no_such_columns(tmp_path: Path):
 FUEL: Components = {"main_engine": lambda m: m.action == 2, "side_engine": lambda m: m.action in (1, 3)}
 
 
-def gain(before: np.ndarray, after: np.ndarray) -> float:
+def shaping_reward(before: np.ndarray, after: np.ndarray) -> float:
     """LunarLander's shaping reward without fuel: distance, speed, angle and leg contact."""
 
     def potential(s: np.ndarray) -> float:
@@ -374,15 +374,15 @@ def test_the_weights_set_the_price_of_fuel(reward: str, main_cost: float, side_c
         obs, _ = env.reset(seed=seed)
         assert np.array_equal(obs, plain.reset(seed=seed)[0])
         for action in random_actions(4, 200, 1, seed)[:, 0].tolist():
-            after, paid, over, _, told = env.step(action)
-            same, own, _, _, _ = plain.step(action)
+            after, weighted, terminated, _, info = env.step(action)
+            expected, own, _, _, _ = plain.step(action)
             main, side = action == 2, action in (1, 3)
-            assert np.array_equal(after, same)
-            assert told["components"].tolist() == [own, main, side]
-            assert paid == pytest.approx(own + (0.3 - main_cost) * main + (0.03 - side_cost) * side, abs=1e-9)
-            if over:  # then the reward is 100 or -100
+            assert np.array_equal(after, expected)
+            assert info["components"].tolist() == [own, main, side]
+            assert weighted == pytest.approx(own + (0.3 - main_cost) * main + (0.03 - side_cost) * side, abs=1e-9)
+            if terminated:  # then the reward is 100 or -100
                 break
-            assert paid == pytest.approx(gain(obs, after) - main_cost * main - side_cost * side, abs=1e-3)
+            assert weighted == pytest.approx(shaping_reward(obs, after) - main_cost * main - side_cost * side, abs=1e-3)
             checked.add(action)
             obs = after
     assert checked == {0, 1, 2, 3}
@@ -397,14 +397,14 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture
 def example(tmp_path: Path) -> Path:
-    """The file of the page's example."""
+    """A file with the example of the documentation."""
     file = tmp_path / "fuel_lander.py"
     file.write_text(blocks("python")[0])
     return file
 
 
 @box2d
-def test_the_commands_of_the_page_train(example: Path):
+def test_the_commands_in_the_documentation_train(example: Path):
     lines = [line.split("  #")[0] for block in blocks("bash") for line in block.splitlines()]
     assert len(lines) >= 4
     short = (
@@ -421,15 +421,15 @@ def test_the_commands_of_the_page_train(example: Path):
         assert float(row["per_step_main_engine"]) + float(row["per_step_side_engine"]) < 1
         assert float(row["per_step_tilt"]) > 0
         (evaluation,) = read_csv(run / "evaluations.csv")
-        game = {
+        sums = {
             name: float(evaluation[f"per_episode_{name}"]) for name in ("score", "main_engine", "side_engine", "tilt")
         }
         reward = next((word for word in words if "*" in word), "-tilt")
-        assert float(evaluation["score"]) == pytest.approx(weighted_sum(parse_reward(reward, game), game), rel=1e-5)
+        assert float(evaluation["score"]) == pytest.approx(weighted_sum(parse_reward(reward, sums), sums), rel=1e-5)
 
 
 @box2d
-def test_the_python_of_the_page_runs(capsys: pytest.CaptureFixture[str]):
+def test_the_python_in_the_documentation_runs(capsys: pytest.CaptureFixture[str]):
     scope: dict[str, Any] = {"__name__": "fuel_lander"}
     exec(blocks("python")[0].replace("bestiary.register(env=FuelLander)", ""), scope)
     exec(blocks("python")[1], scope)
@@ -438,9 +438,9 @@ def test_the_python_of_the_page_runs(capsys: pytest.CaptureFixture[str]):
 
 
 def test_nan_does_not_remain_in_the_means_after_they_were_read():
-    env_batch = EnvBatch(Spec("Any", (1,), torch.float32, 2), 1, ("odd",))
+    env_batch = EnvBatch(Spec("Any", (1,), torch.float32, 2), 1, ("part",))
     no, first = np.zeros(1, bool), np.ones(1, bool)
     env_batch.record(VectorStep(np.zeros((1, 1)), np.zeros(1), no, no, first, components=np.zeros((1, 1))))
-    for value, told in ((2.0, 2.0), (np.nan, np.nan), (3.0, 3.0)):
+    for value, expected in ((2.0, 2.0), (np.nan, np.nan), (3.0, 3.0)):
         env_batch.record(VectorStep(np.zeros((1, 1)), np.zeros(1), no, no, no, components=np.array([[value]])))
-        np.testing.assert_equal(env_batch.component_means(), {"per_step_odd": told})
+        np.testing.assert_equal(env_batch.component_means(), {"per_step_part": expected})

@@ -89,7 +89,7 @@ def test_dropout_resumes_exactly_and_is_independent_of_evaluations(tmp_path):
     assert not same(weights(whole), weights(without))
 
 
-def test_a_gpt_learns_from_the_core_state_its_actor_had(tmp_path):
+def test_a_gpt_learns_from_the_core_state_of_its_actor(tmp_path):
     """Acting writes into the core state in place, but a trajectory must keep the state from which it started."""
     small = Gpt(width=8, heads=2, layers=1, feedforward=8, window=3)
     runtime = start(tiny(core=small))
@@ -117,7 +117,7 @@ def test_leaving_the_loop_saves_a_checkpoint(tmp_path):
     assert Run(tmp_path / "run").load().meta["frames"] == progress.frames
 
 
-def test_metrics_have_one_set_of_columns_and_frames_that_only_grow(tmp_path):
+def test_metrics_have_fixed_columns_and_increasing_frames(tmp_path):
     run = interrupted(tiny(), tmp_path / "run", 1_000)
     frames = [int(r["frames"]) for r in rows(run)]
     assert frames == sorted(set(frames))
@@ -176,9 +176,9 @@ def test_milestones_are_kept_and_never_overwritten(tmp_path):
     experiment = tiny(checkpoint=Checkpoints(milestones=(500, 1_500), keep=1))
     run = interrupted(experiment, tmp_path / "run", 1_000)
     assert [int(p.name) for p in run.saved("milestones")] == [500, 1_500]
-    stamp = (run.path / "milestones" / f"{500:012d}" / "meta.json").read_text()
+    saved_meta = (run.path / "milestones" / f"{500:012d}" / "meta.json").read_text()
     bestiary.train(replace(experiment, frames=4_000), run.path)
-    assert (run.path / "milestones" / f"{500:012d}" / "meta.json").read_text() == stamp
+    assert (run.path / "milestones" / f"{500:012d}" / "meta.json").read_text() == saved_meta
     assert len(run.saved()) == 1
 
 
@@ -204,7 +204,7 @@ def test_several_of_the_best_checkpoints_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_evaluation_never_touches_the_training_stream(background, tmp_path):
+def test_evaluation_does_not_change_training(background, tmp_path):
     dropout = DeltaNet(width=8, heads=2, layers=1, feedforward=8, dropout=0.3)
     for core in (Lstm(hidden=8), dropout):  # dropout samples random numbers while it learns
         experiment = tiny(core=core, frames=1_500)
@@ -218,9 +218,9 @@ def test_evaluation_never_touches_the_training_stream(background, tmp_path):
 
 def test_evaluations_use_the_mode_of_their_settings(tmp_path, monkeypatch):
     modes = []
-    really = evaluation.play_episodes
+    play_episodes = evaluation.play_episodes
     monkeypatch.setattr(
-        evaluation, "play_episodes", lambda *args, **kw: (modes.append(args[3]), really(*args, **kw))[1]
+        evaluation, "play_episodes", lambda *args, **kw: (modes.append(args[3]), play_episodes(*args, **kw))[1]
     )
     for mode in ("greedy", "sampled"):
         bestiary.train(tiny(frames=100, evaluation=Evaluation(episodes=2, mode=mode)), tmp_path / mode)
@@ -253,27 +253,27 @@ def evaluating() -> bool:
 
 def evaluate_slowly(monkeypatch, until) -> None:
     """Background evaluations last until a condition holds, or until they are cancelled."""
-    really = evaluation.play_episodes
+    play_episodes = evaluation.play_episodes
 
     def play(*args, stop, **options):
         if threading.current_thread().name == "evaluation":
             assert wait_for(lambda: until() or stop())
-        return really(*args, stop=stop, **options)
+        return play_episodes(*args, stop=stop, **options)
 
     monkeypatch.setattr(evaluation, "play_episodes", play)
 
 
-def wait_for(what, seconds=60) -> bool:
+def wait_for(condition, seconds=60) -> bool:
     for _ in range(500 * seconds):
-        if what():
+        if condition():
             return True
         time.sleep(0.002)
     return False
 
 
 def test_a_background_evaluation_uses_the_weights_at_its_start(tmp_path, monkeypatch):
-    still = replace(BACKGROUND, evaluation=replace(BACKGROUND.evaluation, background=False))
-    waited = bestiary.train(still, tmp_path / "waited")
+    foreground = replace(BACKGROUND, evaluation=replace(BACKGROUND.evaluation, background=False))
+    expected = bestiary.train(foreground, tmp_path / "expected")
     go = threading.Semaphore(0)
     evaluate_slowly(monkeypatch, lambda: go.acquire(blocking=False) or session.runtime.frames >= BACKGROUND.frames)
     session = Session(BACKGROUND, tmp_path / "background", display := Notes())
@@ -281,10 +281,10 @@ def test_a_background_evaluation_uses_the_weights_at_its_start(tmp_path, monkeyp
         if session.background is not None and progress.frames >= session.background.frames + 200:
             go.release()
             assert wait_for(lambda: not session.background.running)
-    assert rows(session.run, "evaluations.csv") == rows(waited, "evaluations.csv")
+    assert rows(session.run, "evaluations.csv") == rows(expected, "evaluations.csv")
     assert len(display.evaluations) > 4
     assert {name for _, name in display.evaluations} == {threading.current_thread().name}
-    kept = [[checkpoint.load(path) for path in run.saved("best")] for run in (session.run, waited)]
+    kept = [[checkpoint.load(path) for path in run.saved("best")] for run in (session.run, expected)]
     assert len(kept[0]) > 4
     assert all(same(a.weights, b.weights) and a.meta["score"] == b.meta["score"] for a, b in zip(*kept, strict=True))
     assert not evaluating()
@@ -299,9 +299,9 @@ def test_an_evaluation_due_while_another_runs_is_skipped(tmp_path, monkeypatch):
     frames = [int(r["frames"]) for r in rows(session.run, "evaluations.csv")]
     assert frames == [frames[0], session.runtime.frames] == [f for f, _ in display.evaluations]
     assert 500 <= frames[0] < 600
-    left_out = [text for text in display.notes if "skipped" in text]
-    assert len(left_out) >= 4
-    assert left_out[0].endswith(f"skipped: the one at {frames[0]} is still running")
+    skipped = [text for text in display.notes if "skipped" in text]
+    assert len(skipped) >= 4
+    assert skipped[0].endswith(f"skipped: the one at {frames[0]} is still running")
     assert session.finished
 
 
@@ -354,7 +354,7 @@ def test_an_error_in_training_keeps_an_evaluation_only_if_it_has_finished(runtim
 
     monkeypatch.setattr(evaluation, "play_episodes", play)
     plan = Evaluation(every=190 if whole else 100, episodes=3, background=True)  # starts shortly before training fails
-    experiment = tiny(Gym("test/Explodes-v0"), net=Net(), runtime=runtime, evaluation=plan)
+    experiment = tiny(Gym("test/Failing-v0"), net=Net(), runtime=runtime, evaluation=plan)
     with pytest.raises(ZeroDivisionError, match="own error"):
         bestiary.train(experiment, tmp_path / "run")
     assert not evaluating()
@@ -378,9 +378,9 @@ def test_an_error_in_a_background_evaluation_is_raised_by_training(tmp_path, mon
 def test_building_an_evaluations_network_leaves_training_unchanged(monkeypatch):
     """It is built in the training thread: another thread would interleave its random numbers with training's."""
     builders = []
-    really = evaluation.build_agent
+    build_agent = evaluation.build_agent
     monkeypatch.setattr(
-        evaluation, "build_agent", lambda *args: builders.append(threading.current_thread()) or really(*args)
+        evaluation, "build_agent", lambda *args: builders.append(threading.current_thread()) or build_agent(*args)
     )
     runtime = start(BACKGROUND)
     before = torch.get_rng_state()
@@ -392,11 +392,11 @@ def test_building_an_evaluations_network_leaves_training_unchanged(monkeypatch):
     assert torch.get_rng_state().equal(before)
 
 
-def test_a_background_evaluation_does_not_change_trainings_threads():
+def test_background_evaluation_keeps_the_number_of_training_threads():
     runtime = start(BACKGROUND)
     threads = []
 
-    def training():  # in a thread of its own, in which PyTorch's number of threads has not been read before
+    def training():  # a new thread, in which PyTorch's number of threads has not been read before
         torch.set_num_threads(2)
         evaluation.ThreadedEvaluation(BACKGROUND, 0, runtime.weights(), runtime.device).finish()
         threads.append(torch.get_num_threads())
@@ -437,30 +437,30 @@ def test_overlapped_acting_and_learning_have_a_bounded_policy_lag(tmp_path):
     assert int(rows(longer)[-1]["frames"]) >= 8_000
 
 
-class Explodes(gymnasium.Env):
+class FailingEnv(gymnasium.Env):
     observation_space = gymnasium.spaces.Box(0, 1, (2,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
 
-    def __init__(self, fuse: int = 100) -> None:
-        self.fuse = fuse
+    def __init__(self, steps_left: int = 100) -> None:
+        self.steps_left = steps_left
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         return np.zeros(2, np.float32), {}
 
     def step(self, action):
-        self.fuse -= 1
-        if self.fuse == 0:
+        self.steps_left -= 1
+        if self.steps_left == 0:
             raise ZeroDivisionError("the environment's own error")
         return np.zeros(2, np.float32), 1.0, False, False, {}
 
 
-gymnasium.register("test/Explodes-v0", Explodes)
+gymnasium.register("test/Failing-v0", FailingEnv)
 
 
 @pytest.mark.parametrize("runtime", [Local(envs=2, threads=1), Overlap(envs=2, threads=1)])
 def test_an_error_in_the_environment_ends_the_run_after_saving(runtime, tmp_path):
-    experiment = tiny(Gym("test/Explodes-v0"), net=Net(), runtime=runtime)
+    experiment = tiny(Gym("test/Failing-v0"), net=Net(), runtime=runtime)
     with pytest.raises(ZeroDivisionError, match="own error"):
         bestiary.train(experiment, tmp_path / "run")
     saved = Run(tmp_path / "run").load()
@@ -513,7 +513,7 @@ def test_a_run_can_start_from_the_weights_of_another(algo, runtime, tmp_path):
     assert same(session.runtime.weights(), weights(first))
     assert learner.updates == 0 and not learner.optimizer.state  # its own schedules
     before = first.load().trainer["runtime"]["learner"]
-    for name in ("target", "critics"):  # what is not part of the agent
+    for name in ("target", "critics"):  # networks that are not part of the agent
         if name in before:
             assert same(learner.state_dict()[name], before[name])
     for _ in session:

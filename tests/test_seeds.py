@@ -238,7 +238,7 @@ def test_only_a_second_ctrl_c_interrupts_saving():
     [
         (["--seeds", "x"], "seeds='x' should be a number of seeds"),
         (["--seeds", "2", "--jobs", "0"], "jobs=0 must be at least 1"),
-        (["--jobs", "2"], "name them with --seeds"),
+        (["--jobs", "2"], "name their seeds with --seeds"),
     ],
 )
 def test_wrong_arguments_are_refused_before_any_work(args, sentence, capsys, tmp_path, monkeypatch):

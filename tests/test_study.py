@@ -70,7 +70,7 @@ def test_parameter_counts_equal_those_of_the_reference_code(width, depth, trunk,
 
 
 @pytest.mark.parametrize(
-    ("reward", "dead"),
+    ("reward", "inert"),
     [
         ("score", []),
         ("fuel:10", ["fuel"]),
@@ -88,12 +88,12 @@ def test_parameter_counts_equal_those_of_the_reference_code(width, depth, trunk,
         ("survival-parked", []),
     ],
 )
-def test_components_that_clipping_to_one_makes_inert(reward, dead):
-    assert inert_components(reward_weights(reward), "abs_one") == dead
+def test_components_that_clipping_to_one_makes_inert(reward, inert):
+    assert inert_components(reward_weights(reward), "abs_one") == inert
     assert inert_components(reward_weights(reward), "none") == []
-    said = Riverraid(reward).advice("abs_one")
-    assert len(said) == len(dead) and Riverraid(reward).advice("none") == []
-    for text, part in zip(said, dead, strict=True):
+    messages = Riverraid(reward).advice("abs_one")
+    assert len(messages) == len(inert) and Riverraid(reward).advice("none") == []
+    for text, part in zip(messages, inert, strict=True):
         assert f"of env.reward={reward} has no effect" in text and repr(part) in text
         assert "--algo.reward-clip none" in text
 
@@ -108,11 +108,12 @@ def test_the_suggested_numbers_are_not_inert():
 
 
 def test_possible_transitions_have_every_component():
-    moves = possible_transitions()
+    transitions = possible_transitions()
     env_batch = Riverraid().make(1, 0, 0, 1)
-    assert set(moves) == set(env_batch.components)
+    assert set(transitions) == set(env_batch.components)
     env_batch.close()
-    assert set(moves["fuel"][moves["score"] == 80]) == {80} and set(moves["fuel"][moves["score"] != 80]) == {0}
+    refuelled = transitions["score"] == 80
+    assert set(transitions["fuel"][refuelled]) == {80} and set(transitions["fuel"][~refuelled]) == {0}
 
 
 def small(**changes) -> Experiment:
@@ -133,21 +134,25 @@ def test_inert_components_are_reported_before_training(tmp_path, capsys):
     command = ["train", "riverraid", "--env.reward", "fuel:10", "--frames", "160", "--runtime.envs", "2", "--plain"]
     few = ["--algo.replay.batch-size", "2", "--net.encoder.filters", "4,4,4", "--evaluation.episodes", "0"]
     assert main.main([*command, *few, "--run", str(tmp_path / "a")]) == 0
-    said = capsys.readouterr().out
-    assert "warning: component 'fuel' of env.reward=fuel:10 has no effect" in said
-    assert "use fuel:X with X below 0.0125" in said
+    output = capsys.readouterr().out
+    assert "warning: component 'fuel' of env.reward=fuel:10 has no effect" in output
+    assert "use fuel:X with X below 0.0125" in output
     assert main.main([*command, *few, "--algo.reward-clip", "none", "--run", str(tmp_path / "b")]) == 0
     assert "warning" not in capsys.readouterr().out
 
 
 def test_inert_components_are_reported_once_for_several_seeds(tmp_path):
-    said: list[str] = []
+    messages: list[str] = []
     experiment = small(env=Riverraid("fuel:10", time_limit_frames=400))
-    train_seeds(experiment, [0, 1], tmp_path / "seeds", log=said.append, stop=lambda: True)  # before the first begins
-    assert [text for text in said if text.startswith("warning: component 'fuel' of env.reward=fuel:10")] == [said[1]]
+    train_seeds(
+        experiment, [0, 1], tmp_path / "seeds", log=messages.append, stop=lambda: True
+    )  # before the first begins
+    assert [text for text in messages if text.startswith("warning: component 'fuel' of env.reward=fuel:10")] == [
+        messages[1]
+    ]
 
 
-# -- another reward ---------------------------------------------------------------------------------------------
+# -- evaluation under another reward ----------------------------------------------------------------------------
 
 
 def test_a_run_is_evaluated_under_any_reward_without_retraining(tmp_path, capsys):
@@ -157,17 +162,17 @@ def test_a_run_is_evaluated_under_any_reward_without_retraining(tmp_path, capsys
     for reward in (None, "score", "fuel:10", "10*survival"):
         words = [] if reward is None else ["--reward", reward]
         assert main.main(["eval", str(run.path), *few, *words]) == 0
-        told = [
+        results = [
             json.loads(p.read_text()) for p in sorted(run.path.glob("eval-*.json"), key=lambda p: p.stat().st_mtime)
         ]
-        means[reward] = told[-1]["sampled"]
-        said = capsys.readouterr().out
-        assert (f"scored by {reward}, whatever reward the agent was trained on" in said) == (reward is not None)
-        assert "…" not in said  # every digit
+        means[reward] = results[-1]["sampled"]
+        output = capsys.readouterr().out
+        assert (f"scored by {reward}, whatever reward the agent was trained on" in output) == (reward is not None)
+        assert "…" not in output  # numbers are not abbreviated
     parts = {name: value["mean"] for name, value in means[None]["components"].items()}
     for reward, found in means.items():
         weights = reward_weights(reward or "pacifist:20")
-        assert {name: value["mean"] for name, value in found["components"].items()} == parts  # the very same games
+        assert {name: value["mean"] for name, value in found["components"].items()} == parts  # the same episodes
         assert found["score"]["mean"] == pytest.approx(sum(w * parts[name] for name, w in weights.items()))
     assert len({found["score"]["mean"] for found in means.values()}) > 2
     capsys.readouterr()
@@ -213,7 +218,7 @@ def catch(frames: int = 320, **algo) -> Experiment:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_divergence_from_the_reference_policy_costs(tmp_path, reduction):
+def test_the_kl_divergence_from_the_reference_is_a_cost(tmp_path, reduction):
     reference = bestiary.train(catch(), tmp_path / "reference")
     free, batch = learner_and_batch(catch(reduction=reduction))
     bound, _ = learner_and_batch(catch(reduction=reduction, reference_run=str(reference.path), reference_kl_cost=0.7))
@@ -233,14 +238,14 @@ def test_divergence_from_the_reference_policy_costs(tmp_path, reduction):
 
 def test_a_high_kl_cost_keeps_the_policy_close_to_the_reference(tmp_path):
     reference = bestiary.train(catch(4_000), tmp_path / "reference")
-    far = {}
+    divergence_at = {}
     for cost in (0.0, 100.0):
         algo = {"reference_run": str(reference.path), "reference_kl_cost": cost}
         run = bestiary.train(catch(8_000, **algo), tmp_path / f"run{cost}")
         with (run.path / "metrics.csv").open() as file:
             names, *_, last = (line.strip().split(",") for line in file)
-        far[cost] = float(dict(zip(names, last, strict=True))["reference_kl"])
-    assert far[100.0] < 0.2 * far[0.0]
+        divergence_at[cost] = float(dict(zip(names, last, strict=True))["reference_kl"])
+    assert divergence_at[100.0] < 0.2 * divergence_at[0.0]
 
 
 def test_a_reference_run_that_was_trained_further_is_refused_on_resume(tmp_path):
@@ -323,38 +328,38 @@ STUDY = [
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    root = tmp_path_factory.mktemp("study") / "here"
+    root = tmp_path_factory.mktemp("runs") / "study"
     assert main.main([*STUDY, "--run", str(root)]) == 0
     return root
 
 
 def test_a_study_evaluates_every_checkpoint_under_every_reward(done):
-    told = json.loads((done / "study.json").read_text())
-    keys = {(r["proxy"], r["seed"], r["frames"], r["mode"]) for r in told["rows"]}
-    assert len(keys) == len(told["rows"]) == 2 * 2 * 2 * 2
-    assert {r["frames"] for r in told["rows"]} == {80, 160}
-    for row in told["rows"]:
+    study = json.loads((done / "study.json").read_text())
+    keys = {(r["proxy"], r["seed"], r["frames"], r["mode"]) for r in study["rows"]}
+    assert len(keys) == len(study["rows"]) == 2 * 2 * 2 * 2
+    assert {r["frames"] for r in study["rows"]} == {80, 160}
+    for row in study["rows"]:
         run = Run(done / row["run"])
         assert row["parameters"] == sum(w.numel() for w in run.load().weights.values())
-        for game in range(2):
-            parts = {name: values[game] for name, values in row["components"].items()}
-            assert row["true_return"][game] == row["returns"]["score"][game] == parts["score"]
-            assert row["returns"]["pacifist:20"][game] == 10 * parts["survival"] - 20 * parts["bullet"]
-            assert row["proxy_return"][game] == row["returns"][row["proxy"]][game]
-            assert parts["survival"] == row["steps"][game]
+        for episode in range(2):
+            parts = {name: values[episode] for name, values in row["components"].items()}
+            assert row["true_return"][episode] == row["returns"]["score"][episode] == parts["score"]
+            assert row["returns"]["pacifist:20"][episode] == 10 * parts["survival"] - 20 * parts["bullet"]
+            assert row["proxy_return"][episode] == row["returns"][row["proxy"]][episode]
+            assert parts["survival"] == row["steps"][episode]
         assert sum(row["action_counts"]) == sum(row["steps"])
-    own = [c["pearson"] for c in told["step_correlation"] if c["proxy"] == "score"]
+    own = [c["pearson"] for c in study["step_correlation"] if c["proxy"] == "score"]
     assert all(value is None or value == pytest.approx(1) for value in own)
     assert (
-        told["command"].startswith("bestiary study riverraid --proxy pacifist:20,score")
-        and "--run " not in told["command"]
+        study["command"].startswith("bestiary study riverraid --proxy pacifist:20,score")
+        and "--run " not in study["command"]
     )
     # of the first seed; a run trained on the true reward has no such segments
-    assert {m["run"] for m in told["moments"]} == {"pacifist-20-w8-d1-seed0"}
-    kept = {name: told["settings"][name] for name in ("reward_clip", "launch", "end_at_crash", "stall", "sticky")}
+    assert {m["run"] for m in study["moments"]} == {"pacifist-20-w8-d1-seed0"}
+    kept = {name: study["settings"][name] for name in ("reward_clip", "launch", "end_at_crash", "stall", "sticky")}
     assert kept == {"reward_clip": "abs_one", "launch": False, "end_at_crash": False, "stall": None, "sticky": 0.25}
     page = (done / "report.html").read_text()
-    assert all(m["png"] in page for m in told["moments"]) and not re.search(r'(src|href)="https?://', page)
+    assert all(m["png"] in page for m in study["moments"]) and not re.search(r'(src|href)="https?://', page)
 
 
 def test_a_study_reports_inert_components_and_failed_runs(tmp_path, capsys, monkeypatch):
@@ -364,18 +369,18 @@ def test_a_study_reports_inert_components_and_failed_runs(tmp_path, capsys, monk
     monkeypatch.setattr(
         "bestiary.reward_hacking.study.train_all", lambda planned, *args: {planned[0].name: "sensor unplugged"}
     )
-    assert main.main([*words, "--run", str(tmp_path / "here")]) == 2
-    told = capsys.readouterr()
-    assert "warning: component 'fuel' of env.reward=fuel:10 has no effect" in told.out
-    assert "1 of 1 runs failed, the first: fuel-10-w8-d1-seed0: sensor unplugged" in told.err
-    page = (tmp_path / "here" / "report.html").read_text()
+    assert main.main([*words, "--run", str(tmp_path / "study")]) == 2
+    printed = capsys.readouterr()
+    assert "warning: component 'fuel' of env.reward=fuel:10 has no effect" in printed.out
+    assert "1 of 1 runs failed, the first: fuel-10-w8-d1-seed0: sensor unplugged" in printed.err
+    page = (tmp_path / "study" / "report.html").read_text()
     assert "of env.reward=fuel:10 has no effect" in page and "sensor unplugged" in page
 
 
-def test_a_study_continues_where_it_stopped_also_an_old_one(done, capsys, monkeypatch):
+def test_an_interrupted_or_old_study_continues(done, capsys, monkeypatch):
     before = {p: p.stat().st_mtime_ns for p in done.rglob("*.safetensors")}
-    lost = next(done.glob("*/judged-*.json"))
-    lost.unlink()
+    removed = next(done.glob("*/judged-*.json"))
+    removed.unlink()
     old = json.loads((done / "plan.json").read_text())  # as version 0.1 wrote it
     old["settings"]["games"] = old["settings"].pop("episodes")
     for experiment in old["runs"].values():
@@ -383,7 +388,7 @@ def test_a_study_continues_where_it_stopped_also_an_old_one(done, capsys, monkey
     (done / "plan.json").write_text(json.dumps(old))
     monkeypatch.setattr("bestiary.reward_hacking.study.train_all", lambda *args: {})
     assert main.main([*STUDY, "--run", str(done)]) == 0
-    assert lost.exists() and before == {p: p.stat().st_mtime_ns for p in done.rglob("*.safetensors")}
+    assert removed.exists() and before == {p: p.stat().st_mtime_ns for p in done.rglob("*.safetensors")}
 
 
 def test_invalid_studies_are_refused_in_one_sentence(done, tmp_path, capsys):
@@ -391,8 +396,8 @@ def test_invalid_studies_are_refused_in_one_sentence(done, tmp_path, capsys):
         words = list(STUDY)
         words[words.index(flag) + 1] = value
         assert main.main([*words, "--run", str(where)]) == 2
-        said = capsys.readouterr().err
-        assert text in said and said.count("\n") == 1, said
+        message = capsys.readouterr().err
+        assert text in message and message.count("\n") == 1, message
         assert not (tmp_path / "other").exists()
 
     refused("holds a study with another plan", "--episodes", "3", where=done)
@@ -404,7 +409,7 @@ def test_invalid_studies_are_refused_in_one_sentence(done, tmp_path, capsys):
     refused("episodes=0 must be at least 1", "--episodes", "0")
     refused("--proxy is missing", "--proxy", "")
     (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "thesis.txt").write_text("mine")
+    (tmp_path / "full" / "thesis.txt").write_text("text")
     refused("is not empty and not a study", where=tmp_path / "full")
     assert main.main(["study", "pong", "--proxy", "fuel:10", "--run", str(tmp_path / "other")]) == 2
     assert "env:atari has no named rewards: a study needs env:riverraid" in capsys.readouterr().err

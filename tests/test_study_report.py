@@ -1,4 +1,4 @@
-"""The report of a study: statistics against slow implementations, and the page as a browser shows it."""
+"""The report of a study: statistics against slow implementations, and the page as a browser renders it."""
 
 import base64
 import io
@@ -40,28 +40,28 @@ PARAMETERS = {(256, 1): 886_300, (256, 2): 952_092, (1024, 1): 3_310_108, (1024,
 
 def png(width: int = 160, height: int = 210, seed: int = 0) -> str:
     rng = np.random.default_rng(seed)
-    picture = np.full((height, width, 3), (45, 50, 184), np.uint8)
-    picture[:, : width // 4] = picture[:, -width // 4 :] = (110, 156, 66)
+    image = np.full((height, width, 3), (45, 50, 184), np.uint8)
+    image[:, : width // 4] = image[:, -width // 4 :] = (110, 156, 66)
     x, y = rng.integers(width // 3, width // 2), rng.integers(20, height - 40)
-    picture[y : y + 14, x : x + 8] = (232, 232, 74)
+    image[y : y + 14, x : x + 8] = (232, 232, 74)
     file = io.BytesIO()
-    Image.fromarray(picture).save(file, "png")
+    Image.fromarray(image).save(file, "png")
     return base64.b64encode(file.getvalue()).decode()
 
 
-def row(proxy: str, size: tuple[int, int], seed: int, frames: int, mode: str, games: int = 10) -> dict[str, Any]:
-    """A run of a pretended study: pacifists learn to park, more so the larger they are; the others learn to score."""
+def row(proxy: str, size: tuple[int, int], seed: int, frames: int, mode: str, episodes: int = 10) -> dict[str, Any]:
+    """A run of a simulated study: with pacifist rewards large networks learn to park, other rewards teach to score."""
     rng = np.random.default_rng([len(proxy), *size, seed, frames, mode == "greedy"])
     skill = frames / (frames + 300_000) * (1 + 0.15 * np.log2(size[0] / 256)) * rng.normal(1, 0.06)
     parks = proxy.startswith("pacifist") and size[0] > 256 and frames >= 750_000
-    steps = rng.poisson(3000 if parks else 500 + 700 * skill, games) + 1
+    steps = rng.poisson(3000 if parks else 500 + 700 * skill, episodes) + 1
     parked = rng.binomial(steps, 0.8 if parks else 0.01)
     bullet = rng.binomial(steps, 0.02 if proxy.startswith("pacifist") else 0.4)
-    score = np.round(rng.normal(300 if parks else 1500 + 2500 * skill, 350, games).clip(0), -1)
+    score = np.round(rng.normal(300 if parks else 1500 + 2500 * skill, 350, episodes).clip(0), -1)
     fuel = 80 * rng.binomial(np.maximum(score // 400, 1).astype(int), 0.5)
-    paid = {"fuel:10": score + 9 * fuel, "pacifist:20": 10 * steps - 20 * bullet, "score": score}
+    returns = {"fuel:10": score + 9 * fuel, "pacifist:20": 10 * steps - 20 * bullet, "score": score}
     logits = rng.normal(0, 1, 18) + np.where(np.arange(18) == 0, 3.0 if parks else 0, 0)
-    chances = (
+    probabilities = (
         np.exp(logits * (1.6 if mode == "greedy" else 1)) / np.exp(logits * (1.6 if mode == "greedy" else 1)).sum()
     )
     components = {"score": score, "fuel": fuel, "survival": steps, "bullet": bullet, "parked": parked}
@@ -76,16 +76,16 @@ def row(proxy: str, size: tuple[int, int], seed: int, frames: int, mode: str, ga
         "parameters": PARAMETERS[size],
         "trunk_parameters": PARAMETERS[size] - 83_228,
         "mode": mode,
-        "proxy_return": paid[proxy].tolist(),
+        "proxy_return": returns[proxy].tolist(),
         "true_return": score.tolist(),
         "steps": steps.tolist(),
-        "returns": {name: values.tolist() for name, values in paid.items()},
+        "returns": {name: values.tolist() for name, values in returns.items()},
         "components": {name: values.tolist() for name, values in components.items()},
-        "action_counts": rng.multinomial(int(steps.sum()), chances).tolist(),
+        "action_counts": rng.multinomial(int(steps.sum()), probabilities).tolist(),
     }
 
 
-def pretend(
+def simulated_study(
     proxies: tuple[str, ...] = ("pacifist:20", "fuel:10"),
     sizes: list[tuple[int, int]] = SIZES,
     seeds: int = 3,
@@ -101,7 +101,7 @@ def pretend(
         for i, r in enumerate(runs[:5])
     ]
     return {
-        "title": "Riverraid: what is paid for, and what was meant",
+        "title": "Riverraid: proxy rewards and the true reward",
         "date": "2026-11-16",
         "command": "bestiary study riverraid --rewards pacifist:20 fuel:10 --widths 256 1024 --depths 1 2 --seeds 3",
         "settings": {"frames": 1_000_000, "games": 10, "true": "score", "widths": [256, 1024], "sticky": 0.25},
@@ -125,7 +125,7 @@ def slow_pearson(x: list[float], y: list[float]) -> float:
 
 
 def slow_ranks(x: list[float]) -> list[float]:
-    """The mean of the places that a value takes among the sorted ones."""
+    """Fractional ranks: the mean position of equal values in sorted order."""
     places = [[i + 1 for i, b in enumerate(sorted(x)) if b == a] for a in x]
     return [sum(p) / len(p) for p in places]
 
@@ -149,7 +149,7 @@ def test_correlations_equal_their_textbook_definitions():
         assert spearman(x, y) == pytest.approx(slow_pearson(slow_ranks(list(x)), slow_ranks(list(y))))
 
 
-def test_a_correlation_by_hand():
+def test_a_correlation_equals_one_computed_by_hand():
     assert pearson([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(0.8)
     assert spearman([1, 10, 100, 1000], [0, 1, 2, 3]) == pytest.approx(1)
     assert pearson([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
@@ -159,7 +159,7 @@ def test_a_correlation_by_hand():
 @pytest.mark.parametrize("measure", [pearson, spearman])
 def test_an_undefined_correlation_is_none(measure):
     assert measure([], []) is None
-    assert measure([1, 2], [3, 5]) is None  # two points lie on a line whatever they are
+    assert measure([1, 2], [3, 5]) is None  # two points always lie on a line
     assert measure([0.1, 0.1, 0.1], [1, 2, 3]) is None
     assert measure([1, 2, 3], [7, 7, 7]) is None
 
@@ -218,7 +218,7 @@ def test_a_rise_is_no_fall(over_time):
     assert not falls(change) and verdict(change) == "No evidence of a fall: the best split is a rise."
 
 
-def test_without_a_change_falls_are_as_rare_as_the_level(monkeypatch):
+def test_without_a_change_the_rate_of_falls_is_the_level(monkeypatch):
     monkeypatch.setattr("bestiary.reward_hacking.statistics.RESAMPLES", 300)
     rng = np.random.default_rng(0)
     flat = rng.normal(5, 1, (200, 3, 6))
@@ -233,15 +233,15 @@ def test_a_constant_series_is_no_fall():
     assert verdict(change) == "No evidence of a fall: the interval of the drop includes 0."
 
 
-def test_two_points_or_one_seed_are_no_evidence():
+def test_two_points_or_one_seed_give_no_evidence():
     assert change_over_time([1, 2], [[9, 0], [9, 0]]) is None
     assert change_over_sizes([1, 2], [[9, 9], [0, 0]]) is None
     assert change_over_time([1, 2, 3], np.zeros((0, 3))) is None
     assert verdict(None) == "No evidence of a fall: there are fewer than 3 points."
-    alone = change_over_time([1, 2, 3, 4], [[9, 9, 0, 0]])
-    assert alone is not None and alone.drop.low is None and alone.shares == {} and alone.from_best is None
-    assert alone.drop.mean == 9
-    assert verdict(alone) == "No evidence of a fall: one seed has no interval."
+    single = change_over_time([1, 2, 3, 4], [[9, 9, 0, 0]])
+    assert single is not None and single.drop.low is None and single.shares == {} and single.from_best is None
+    assert single.drop.mean == 9
+    assert verdict(single) == "No evidence of a fall: one seed has no interval."
 
 
 def test_sizes_may_come_in_any_order_and_with_different_seeds():
@@ -253,20 +253,20 @@ def test_sizes_may_come_in_any_order_and_with_different_seeds():
 
 
 def test_the_best_point_of_a_seed_is_chosen_by_the_other_seeds():
-    # the first two agree that the middle is best; the third alone would have taken its own first point
+    # the first two agree on the middle point; the third alone would choose its own first point
     y = [[0.0, 5.0, 4.0], [1.0, 6.0, 2.0], [9.0, 5.0, 5.0]]
     found = fall_from_best(y)
     assert found is not None
-    # best by the others: mean of rows 1,2 is (5, 5.5, 3.5); of 0,2 (4.5, 5, 4.5); of 0,1 (0.5, 5.5, 3)
+    # best by the others: mean of seeds 1,2 is (5, 5.5, 3.5); of 0,2 (4.5, 5, 4.5); of 0,1 (0.5, 5.5, 3)
     assert found.mean == pytest.approx(np.mean([5 - 4, 6 - 2, 5 - 5]))
     assert fall_from_best([[1.0, 2.0]]) is None
 
 
 def test_noise_alone_is_no_fall_from_the_best():
     studies = np.random.default_rng(0).normal(size=(400, 3, 8))
-    honest = [found.mean for y in studies if (found := fall_from_best(y))]
+    cross_validated = [found.mean for y in studies if (found := fall_from_best(y))]
     naive = studies.mean(1).max(1) - studies.mean(1)[:, -1]
-    assert abs(np.mean(honest)) < 0.1  # two standard errors
+    assert abs(np.mean(cross_validated)) < 0.1  # two standard errors
     assert naive.mean() > 0.7
 
 
@@ -276,7 +276,7 @@ def test_a_single_seed_has_a_mean_and_no_interval():
     assert found.n == 3 and found.mean == 2 and found.low == 1 and found.high == 3
 
 
-def test_nearly_equal_checkpoints_of_different_runs_become_equal():
+def test_nearly_equal_checkpoints_of_different_runs_are_aligned():
     found = [{"run": r, "frames": f} for r, f in (("a", 1000), ("b", 1010), ("a", 2000), ("b", 2030), ("b", 2035))]
     assert [row["frames"] for row in align_checkpoints(found)] == [1000, 1000, 2000, 2000, 2035]
     dense = [{"run": "a", "frames": f} for f in range(0, 200)]
@@ -288,7 +288,7 @@ def test_nearly_equal_checkpoints_of_different_runs_become_equal():
 
 
 class Page(HTMLParser):
-    """Tags in balance, what is referred to, and the cells of tables."""
+    """Checks that tags are balanced; collects tags, texts and table cells."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -332,15 +332,15 @@ def written(study: dict[str, Any], path: Path) -> tuple[str, Page]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> tuple[str, Page]:
-    return written(pretend(), tmp_path_factory.mktemp("whole"))
+def report(tmp_path_factory) -> tuple[str, Page]:
+    return written(simulated_study(), tmp_path_factory.mktemp("report"))
 
 
 SMALL: dict[str, Any] = {"proxies": ("score",), "sizes": SIZES[:2], "modes": ("greedy",), "frames": (1000, 2000)}
 
 
-def test_the_page_loads_nothing_else(whole):
-    text, page = whole
+def test_the_page_loads_no_other_resources(report):
+    text, page = report
     assert not re.search(r"""(src|href|action|poster|srcset)\s*=\s*["']?\s*(https?:)?//""", text)
     assert not re.search(r"url\(|@import", text)
     assert not page.all("script") and not page.all("link") and not page.all("iframe")
@@ -351,16 +351,16 @@ def test_the_page_loads_nothing_else(whole):
     assert POLICY in [attributes.get("content") for attributes in page.all("meta")]
 
 
-def test_every_link_leads_to_a_place_on_the_page(whole):
-    _, page = whole
+def test_every_link_has_a_target_on_the_page(report):
+    _, page = report
     places = [attributes["id"] for _, attributes in page.tags if attributes.get("id")]
     assert len(places) == len(set(places))
     assert {attributes["href"] for attributes in page.all("a")} <= {f"#{place}" for place in places}
 
 
-def test_every_figure_has_an_alternative_text_and_a_caption(whole):
-    _, page = whole
-    study = pretend()
+def test_every_figure_has_an_alternative_text_and_a_caption(report):
+    _, page = report
+    study = simulated_study()
     captions = {moment["caption"] for moment in study["moments"]}
     figures = [a for a in page.all("img") if a["alt"] not in captions]
     # per proxy and mode: frames, sizes; one of correlation; per mode: components, actions
@@ -370,16 +370,16 @@ def test_every_figure_has_an_alternative_text_and_a_caption(whole):
     assert all(len(attributes["alt"] or "") > 20 for attributes in page.all("img"))
     assert len({attributes["alt"] for attributes in figures}) == len(figures)
     for attributes in figures:
-        picture = Image.open(io.BytesIO(base64.b64decode((attributes["src"] or "").partition(",")[2])))
-        assert picture.width == 1680 and picture.height > 400
+        image = Image.open(io.BytesIO(base64.b64decode((attributes["src"] or "").partition(",")[2])))
+        assert image.width == 1680 and image.height > 400
     for mode in ("greedy", "sampled"):
         assert sum(f"{mode}:" in (a["alt"] or "").lower() for a in figures) == 6
     assert page.text.count("(3 seeds") >= 12
 
 
-def test_every_group_has_its_row_with_its_numbers(whole):
-    _, page = whole
-    study = pretend()
+def test_every_group_has_a_table_row_with_its_numbers(report):
+    _, page = report
+    study = simulated_study()
     lines = [[cell.strip() for cell in row] for row in page.table_rows]
     for proxy in ("pacifist:20", "fuel:10"):
         for width, depth in SIZES:
@@ -400,8 +400,8 @@ def test_every_group_has_its_row_with_its_numbers(whole):
     assert study["problems"][0] in page.texts
 
 
-def test_the_simulated_fall_is_reported_and_only_that(whole):
-    _, page = whole
+def test_only_the_simulated_fall_is_reported(report):
+    _, page = report
     assert "There is evidence of a fall in 6 of 20 searches." in page.text
     assert "pacifist:20, greedy: along parameters, along frames for 2 of 4 sizes" in page.text
     assert "fuel:10, greedy:" not in page.text
@@ -410,18 +410,18 @@ def test_the_simulated_fall_is_reported_and_only_that(whole):
     assert [r for r in found if r[0].strip() == "by parameters" and "952k and 3.31M: 100%" in r[3]]
 
 
-def test_few_seeds_are_noted(whole):
-    _, page = whole
+def test_few_seeds_are_noted(report):
+    _, page = report
     assert "With fewer than 5 seeds an interval is hardly more than the range of the seeds" in page.text
 
 
 def test_equal_studies_give_equal_pages(tmp_path):
-    study = pretend(**SMALL)
+    study = simulated_study(**SMALL)
     assert written(study, tmp_path / "a")[0] == written(study, tmp_path / "b")[0]
 
 
 def test_a_single_seed_has_no_interval_on_the_page(tmp_path):
-    _, page = written(pretend(**(SMALL | {"seeds": 1, "frames": (1000, 2000, 3000)})), tmp_path)
+    _, page = written(simulated_study(**(SMALL | {"seeds": 1, "frames": (1000, 2000, 3000)})), tmp_path)
     assert "There is a single seed: there is no interval" in page.text
     assert "No evidence of a fall in 3 searches; 0 of them had enough seeds and points." in page.text
     assert "one seed has no interval, so no bands" in page.text
@@ -430,14 +430,14 @@ def test_a_single_seed_has_no_interval_on_the_page(tmp_path):
 
 
 def test_incomplete_runs_are_named(tmp_path):
-    study = pretend(**SMALL)
+    study = simulated_study(**SMALL)
     study["rows"] = [r for r in study["rows"] if r["seed"] != 1 or r["frames"] != 2000]
     _, page = written(study, tmp_path)
     assert "Not at the last checkpoint" in page.text and "score/w256-d2/seed1" in page.text
 
 
 def test_optional_parts_may_be_missing(tmp_path):
-    study = pretend(**SMALL)
+    study = simulated_study(**SMALL)
     study |= {"actions": [], "step_correlation": [], "moments": [], "problems": []}
     for r in study["rows"]:
         r |= {"returns": {}, "components": {}, "action_counts": []}
@@ -454,19 +454,19 @@ def test_optional_parts_may_be_missing(tmp_path):
 
 
 def test_a_study_without_results_has_a_page(tmp_path):
-    _, page = written(pretend() | {"rows": [], "step_correlation": [], "moments": []}, tmp_path)
+    _, page = written(simulated_study() | {"rows": [], "step_correlation": [], "moments": []}, tmp_path)
     assert "No run has results yet." in page.text and "failed: the machine ran out of memory" in page.text
 
 
 def test_actions_without_names_and_only_the_sampled_mode(tmp_path):
-    study = pretend(**(SMALL | {"modes": ("sampled",)})) | {"actions": []}
+    study = simulated_study(**(SMALL | {"modes": ("sampled",)})) | {"actions": []}
     _, page = written(study, tmp_path)
     assert not [s for s in page.texts if s.startswith("The same,")]
     assert "Sampled policy at the last checkpoint" in page.text
 
 
 def test_an_undefined_correlation_is_a_sentence_on_the_page(tmp_path):
-    study = pretend(**SMALL)
+    study = simulated_study(**SMALL)
     for r in study["rows"]:
         r["true_return"] = [5.0] * 10
     for c in study["step_correlation"]:
@@ -478,21 +478,32 @@ def test_an_undefined_correlation_is_a_sentence_on_the_page(tmp_path):
 
 
 def test_all_texts_of_a_study_are_escaped(tmp_path):
-    evil = """<script>alert("1")</script> & ' </style><img src=http://example.org/x>"""
-    study = pretend(**SMALL)
-    study |= {"title": evil, "date": evil, "command": evil, "settings": {evil: evil}, "rewards": {evil: evil}}
-    study |= {"problems": [evil], "actions": [evil] * 18}
-    study["moments"] = [{"proxy": evil, "run": evil, "caption": evil, "png": "AAAA"}]
+    markup = """<script>alert("1")</script> & ' </style><img src=http://example.org/x>"""
+    study = simulated_study(**SMALL)
+    study |= {
+        "title": markup,
+        "date": markup,
+        "command": markup,
+        "settings": {markup: markup},
+        "rewards": {markup: markup},
+    }
+    study |= {"problems": [markup], "actions": [markup] * 18}
+    study["moments"] = [{"proxy": markup, "run": markup, "caption": markup, "png": "AAAA"}]
     for r in study["rows"]:
-        r |= {"proxy": evil, "run": f"{evil}{r['run']}", "returns": {evil: [1.0]}, "components": {evil: [1.0] * 10}}
+        r |= {
+            "proxy": markup,
+            "run": f"{markup}{r['run']}",
+            "returns": {markup: [1.0]},
+            "components": {markup: [1.0] * 10},
+        }
     for c in study["step_correlation"]:
-        c["proxy"] = evil
+        c["proxy"] = markup
     text, page = written(study, tmp_path)
     assert not page.all("script")
     assert "<script" not in text and "<img src=http" not in text
-    assert evil in page.texts
+    assert markup in page.texts
     assert all((a["src"] or "").startswith("data:image/png") for a in page.all("img"))
-    assert evil in [a["alt"] for a in page.all("img")]
+    assert markup in [a["alt"] for a in page.all("img")]
 
 
 @pytest.mark.parametrize(
@@ -508,17 +519,17 @@ def test_counts_have_metric_prefixes():
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="neither chromium nor chrome is installed")
-def test_a_browser_shows_all_figures(whole, tmp_path):
-    text, page = whole
+def test_a_browser_shows_all_figures(report, tmp_path):
+    text, page = report
     shown, checked, shot = tmp_path / "report.html", tmp_path / "checked.html", tmp_path / "page.png"
     shown.write_text(text, encoding="utf-8")
     chromium("--window-size=1200,3000", f"--screenshot={shot}", shown, tmp_path)
-    picture = np.asarray(Image.open(shot).convert("L"))
-    assert picture.shape[1] == 1200
-    bands = np.array_split(picture, 10)  # text or figures from top to bottom
+    image = np.asarray(Image.open(shot).convert("L"))
+    assert image.shape[1] == 1200
+    bands = np.array_split(image, 10)  # text or figures from top to bottom
     assert all(band.std() > 5 for band in bands)
 
-    # what the browser itself says of the pictures and of the width; the page forbids scripts, so a copy allows this one
+    # the browser's widths of the images and of the page; the page forbids scripts, so a copy allows this one
     script = """<script>window.onload = () => { document.title = JSON.stringify([
         [...document.images].map(i => i.naturalWidth), document.documentElement.scrollWidth]) }</script>"""
     checked.write_text(

@@ -1,4 +1,4 @@
-"""Videos: every environment can be rendered, episodes become files, and learning is not affected."""
+"""Videos: every environment can be rendered, episodes are recorded to files, and learning is not affected."""
 
 import csv
 import math
@@ -63,18 +63,18 @@ def env_batch_of(env, num_envs=1):
         pytest.skip(str(e))
 
 
-def moves(env_batch, count):
+def random_steps(env_batch, count):
     rng = np.random.default_rng(0)
     for _ in range(count):
         yield env_batch.step(torch.from_numpy(rng.integers(0, env_batch.spec.num_actions, env_batch.num_envs)))
 
 
 def read_back(path):
-    """Size, frames per second and images of a file."""
+    """The metadata and the images of a video file."""
     frames = ffmpeg.read_frames(path)
-    about = next(frames)
-    width, height = about["size"]
-    return about, [np.frombuffer(f, np.uint8).reshape(height, width, 3) for f in frames]
+    metadata = next(frames)
+    width, height = metadata["size"]
+    return metadata, [np.frombuffer(f, np.uint8).reshape(height, width, 3) for f in frames]
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +95,11 @@ def test_every_environment_renders_images_that_change_with_its_state(env):
         kept = first.copy()
         assert first.dtype == np.uint8 and first.ndim == 3 and first.shape[-1] == 3
         assert first.std() > 0
-        seen = []
-        for _ in moves(env_batch, 16):  # Visual Match begins walled in
-            seen.append(env_batch.render(1))
-            assert seen[-1].shape == first.shape
-        assert any((image != first).any() for image in seen)
+        images = []
+        for _ in random_steps(env_batch, 16):  # in Visual Match walls surround the first position
+            images.append(env_batch.render(1))
+            assert images[-1].shape == first.shape
+        assert any((image != first).any() for image in images)
         assert (first == kept).all()  # an image is a copy
     finally:
         env_batch.close()
@@ -107,32 +107,32 @@ def test_every_environment_renders_images_that_change_with_its_state(env):
 
 @pytest.mark.parametrize("env", FAMILIES, ids=repr)
 def test_rendering_changes_no_episode(env):
-    rows = []
-    for watched in (False, True):
+    rollouts = []
+    for rendered in (False, True):
         env_batch = env_batch_of(env, 2)
-        if watched:
+        if rendered:
             env_batch.start_rendering()
         count = 40 if isinstance(env, Atari) else 150
-        rows.append([env_batch.reset(), *(row for row, _ in moves(env_batch, count))])
+        rollouts.append([env_batch.reset(), *(step for step, _ in random_steps(env_batch, count))])
         env_batch.close()
-    for alone, watched in zip(*rows, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True))
+    for plain, rendered in zip(*rollouts, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(plain, rendered, strict=True))
 
 
 def test_atari_renders_the_screen_in_colour_at_the_same_step():
     env_batch = env_batch_of(Atari("Breakout", one_life=True, sticky=0.25))
     env_batch.start_rendering()
     env_batch.reset()
-    begun = 0
-    for row, ended in moves(env_batch, 100):
-        begun += len(ended)
+    finished = 0
+    for step, ended in random_steps(env_batch, 100):
+        finished += len(ended)
         screen = env_batch.render(0)
         assert screen.shape == (210, 160, 3)
         assert (screen[..., 0] != screen[..., 2]).any()
         grey = screen @ np.array([0.299, 0.587, 0.114])
         small = grey.repeat(2, 0).reshape(84, 5, 160).mean(1).repeat(21, 1).reshape(84, 84, 40).mean(2)
-        assert abs(small - row.obs[0, 0].numpy()).max() < 2
-    assert begun  # the environment, not the emulator, starts episodes of one life
+        assert abs(small - step.obs[0, 0].numpy()).max() < 2
+    assert finished  # the environment, not the emulator, starts episodes of one life
     env_batch.close()
 
 
@@ -166,26 +166,26 @@ class Invisible:
     """An environment that cannot be rendered."""
 
     def make(self, num_envs, seed, stream, threads):
-        class Unseen(CatchEnv):
+        class NoRenderModes(CatchEnv):
             metadata = {**CatchEnv.metadata, "render_modes": []}
 
-        return VectorEnvBatch("Invisible", Unseen(num_envs), seed, stream)
+        return VectorEnvBatch("Invisible", NoRenderModes(num_envs), seed, stream)
 
 
 def test_an_environment_that_cannot_be_rendered_is_refused(monkeypatch):
     import gymnasium
 
-    class Dark(gymnasium.Env):
+    class HumanOnly(gymnasium.Env):
         metadata = {"render_modes": ["human"]}
         observation_space = gymnasium.spaces.Box(0, 1, (2,), np.float32)
         action_space = gymnasium.spaces.Discrete(2)
 
-    class Darker(Dark):
+    class WithoutRgb(HumanOnly):
         def __init__(self, render_mode=None): ...
 
-    for name, cls in (("Dark-v0", Dark), ("Dark-v1", Darker)):
+    for name, cls in (("HumanOnly-v0", HumanOnly), ("HumanOnly-v1", WithoutRgb)):
         monkeypatch.setitem(gymnasium.registry, name, gymnasium.envs.registration.EnvSpec(name, cls))
-    for env in (Invisible(), Gym("Dark-v0"), Gym("Dark-v1")):
+    for env in (Invisible(), Gym("HumanOnly-v0"), Gym("HumanOnly-v1")):
         env_batch = env.make(1, 0, 0, 1)
         with pytest.raises(UserError, match="cannot be rendered"):
             env_batch.start_rendering()
@@ -221,12 +221,12 @@ def test_the_score_changes_only_its_column_of_the_caption():
 
 
 @pytest.mark.parametrize(("x", "text"), [(0, "0"), (-0.001, "0"), (212.3, "212.3"), (140, "140"), (-0.02, "-0.02")])
-def test_numbers_are_short(x, text):
+def test_numbers_in_captions_are_short(x, text):
     assert number(x) == text
 
 
 class CommandedAgent(Agent):
-    """Always chooses action 2, and keeps a command."""
+    """Always chooses action 2, with a constant command."""
 
     def initial_state(self, batch_size):
         return ()
@@ -249,10 +249,10 @@ class FrameList:
         self.images.append(image)
 
 
-def test_captions_have_the_score_so_far_and_the_next_action(monkeypatch):
+def test_captions_show_the_score_so_far_and_the_next_action(monkeypatch):
     captions = []
     monkeypatch.setattr(video, "video_frame", lambda image, words, scale: captions.append(dict(words)) or image)
-    env_batch = TMaze(length=2, active=True).make(1, 0, 0, 1)  # who does not come back pays half a point a step
+    env_batch = TMaze(length=2, active=True).make(1, 0, 0, 1)  # every step away from the start costs half a point
     env_batch.start_rendering()
     frames = FrameList()
     episodes = video.play_episodes(
@@ -270,14 +270,14 @@ def test_captions_have_the_score_so_far_and_the_next_action(monkeypatch):
 # -- files -------------------------------------------------------------------------------------------
 
 
-def test_a_file_holds_the_images_that_were_added(tmp_path):
+def test_a_file_contains_the_images_that_were_added(tmp_path):
     images = [np.full((46, 62, 3), shade, np.uint8) for shade in (20, 120, 220)]
     with Mp4(tmp_path / "deep" / "a:b.mp4", 12.5) as mp4:
         for image in images:
             mp4.add(image)
             assert not mp4.path.exists()  # before it is complete
-    about, found = read_back(mp4.path)
-    assert about["fps"] == 12.5 and about["pix_fmt"].startswith("yuv420p") and about["codec"] == "h264"
+    metadata, found = read_back(mp4.path)
+    assert metadata["fps"] == 12.5 and metadata["pix_fmt"].startswith("yuv420p") and metadata["codec"] == "h264"
     assert len(found) == 3
     assert all(abs(a.astype(int) - b).max() < 6 for a, b in zip(images, found, strict=True))
     assert [p.name for p in mp4.path.parent.iterdir()] == ["a:b.mp4"]
@@ -308,10 +308,10 @@ def test_a_video_shows_the_episodes_of_an_evaluation(run, tmp_path):
     recorded = bestiary.video(run.path, tmp_path / "a.mp4", episodes=3, mode="sampled", seed=4)
     scores = bestiary.evaluate(run, episodes=3, modes=("sampled",), seed=4, envs=1)["sampled"]["scores"]
     assert [e.score for e in recorded.episodes] == scores
-    about, found = read_back(recorded.file)
+    metadata, found = read_back(recorded.file)
     assert len(found) == sum(e.steps for e in recorded.episodes) + 3 * 8
-    assert about["fps"] == 8
-    assert about["size"] == (640, 360 + CAPTION_HEIGHT)
+    assert metadata["fps"] == 8
+    assert metadata["size"] == (640, 360 + CAPTION_HEIGHT)
     lit = [np.abs(f.astype(int) - (228, 148, 109)).max(-1).min() < 12 for f in found]
     starts = np.cumsum([0, *(e.steps + 8 for e in recorded.episodes)])[:-1]
     assert np.flatnonzero(lit).tolist() == starts.tolist()  # the first image of an episode shows the cue
@@ -339,8 +339,8 @@ def test_the_file_is_named_after_the_settings(run, capsys):
     frames = run.load().meta["frames"]
     file = run.path / f"video-{frames}-seed0-delay-10-3.mp4"
     assert re.search(r"^scores [01], [01]$", out, re.M) and f"written to {file}" in out
-    about, found = read_back(file)
-    assert about["fps"] == 30 and len(found) == 2 * (4 + 30)
+    metadata, found = read_back(file)
+    assert metadata["fps"] == 30 and len(found) == 2 * (4 + 30)
 
 
 def test_scale_epsilon_and_frames_per_second_can_be_set(run, tmp_path):
@@ -374,8 +374,8 @@ def test_wrong_settings_are_refused_in_one_sentence(args, words, run, tmp_path, 
         code = main.main(["video", *(word.replace("RUN", str(run.path)) for word in args)])
     except SystemExit as stop:  # of the parser
         code = stop.code
-    said = " ".join(re.sub(r"[─│╭╮╰╯]", " ", capsys.readouterr().err).split())
-    assert code == 2 and words in said
+    message = " ".join(re.sub(r"[─│╭╮╰╯]", " ", capsys.readouterr().err).split())
+    assert code == 2 and words in message
     assert not list(tmp_path.iterdir())
 
 
@@ -390,7 +390,7 @@ def test_a_missing_extra_is_named(run, monkeypatch):
                 record()
 
 
-def test_the_commands_of_the_page_are_parsed():
+def test_the_commands_in_the_documentation_are_parsed():
     page = Path(__file__).parent.parent / "docs" / "video.md"
     lines = [line for line in page.read_text().splitlines() if line.startswith("bestiary video")]
     assert len(lines) > 2
@@ -399,7 +399,7 @@ def test_the_commands_of_the_page_are_parsed():
         parse(VideoCommand, words, "bestiary video", VideoCommand(Path("RUN"), VideoSettings(env=TMaze())))
 
 
-def test_the_environment_is_the_runs_unless_changed(run):
+def test_the_default_environment_is_that_of_the_run(run):
     assert read([str(run.path)]).settings.env == SMALL.env
     assert read([str(run.path), "--env.delay", "3"]).settings.env == replace(SMALL.env, delay=3)
 
@@ -439,9 +439,9 @@ def test_a_resumed_run_may_have_other_video_settings(tmp_path):
     longer = replace(SMALL, frames=3_000, video=Video(every=400))
     assert not longer.differs_from(SMALL)
     bestiary.train(longer, tmp_path / "r")
-    made = [int(p.stem) for p in sorted((tmp_path / "r" / "videos").iterdir())]
-    assert made[0] < 2_200 and made[-1] >= 3_000  # at once, as none was ever made, and at the end
-    assert all(b - a >= 400 for a, b in pairwise(made[:-1]))
+    recorded_at = [int(p.stem) for p in sorted((tmp_path / "r" / "videos").iterdir())]
+    assert recorded_at[0] < 2_200 and recorded_at[-1] >= 3_000  # at once, because there was none before, and at the end
+    assert all(b - a >= 400 for a, b in pairwise(recorded_at[:-1]))
     assert Experiment.from_json(longer.to_json()) == longer
 
 
@@ -479,12 +479,12 @@ def test_videos_that_cannot_be_recorded_are_refused_before_training(tmp_path, mo
 def test_training_survives_a_video_that_fails(tmp_path):
     notes = []
 
-    class Noting(NullDisplay):
+    class NoteDisplay(NullDisplay):
         def activity(self, text):
             notes.append(text)
 
     (tmp_path / "r").mkdir()
-    session = Session(replace(SMALL, video=Video(every=1_000)), tmp_path / "r", Noting())
+    session = Session(replace(SMALL, video=Video(every=1_000)), tmp_path / "r", NoteDisplay())
     (tmp_path / "r" / "videos").write_text("in the way")
     for _ in session:
         pass
@@ -493,12 +493,12 @@ def test_training_survives_a_video_that_fails(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [{"every": 0}, {"episodes": 0}, {"fps": 0.0}])
-def test_impossible_settings_are_refused(wrong):
+def test_invalid_video_settings_are_refused(wrong):
     with pytest.raises(UserError, match=f"video.{next(iter(wrong))}"):
         Video(**wrong)
 
 
-def test_the_command_line_has_the_settings():
+def test_the_command_line_has_the_video_settings():
     given = read_training(["tmaze", "--video.every", "1M", "--video.episodes", "2"]).experiment
     assert given.video == Video(every=1_000_000, episodes=2)
     assert given.env == TMaze()

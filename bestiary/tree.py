@@ -1,7 +1,7 @@
 """Functions of trees of tensors: nested tuples, named tuples, lists and dicts."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -9,6 +9,12 @@ from torch import Tensor
 Tree = TypeVar("Tree")
 
 
+@overload
+def map(fn: Callable[[Tensor], Any], tree: Tree, /) -> Tree: ...
+@overload
+def map(fn: Callable[[Tensor, Tensor], Any], tree: Tree, other: Tree, /) -> Tree: ...
+@overload
+def map(fn: Callable[..., Any], /, *trees: Tree) -> Tree: ...
 def map(fn: Callable[..., Any], *trees: Tree) -> Tree:
     """Apply `fn` to the corresponding leaves of trees of the same structure."""
     first: Any = trees[0]
@@ -17,7 +23,7 @@ def map(fn: Callable[..., Any], *trees: Tree) -> Tree:
     if isinstance(first, dict):
         return type(first)((k, map(fn, *(t[k] for t in trees))) for k in first)  # type: ignore
     if isinstance(first, tuple | list):
-        leaves = [map(fn, *branches) for branches in zip(*trees, strict=True)]  # type: ignore
+        leaves = [map(fn, *branches) for branches in zip(*trees, strict=True)]
         return type(first)(*leaves) if hasattr(first, "_fields") else type(first)(leaves)  # type: ignore
     return fn(*trees)
 

@@ -1,4 +1,5 @@
 """The interfaces of an algorithm (settings, agent, learner), and the gradient step that all learners share."""
+# pyright: reportUnknownMemberType=false
 
 import math
 from typing import Any, Literal, Protocol, runtime_checkable

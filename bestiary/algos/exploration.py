@@ -1,4 +1,5 @@
 """Exploration: how much each environment explores, as the number that an actor hands to `act` at every step."""
+# pyright: reportUnknownMemberType=false
 
 from typing import Protocol
 

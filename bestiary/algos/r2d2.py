@@ -1,4 +1,5 @@
 """R2D2: recurrent Q-learning from prioritized replay of sequences (Kapturowski et al. 2019)."""
+# pyright: reportUnknownMemberType=false
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -147,8 +148,10 @@ class R2d2Learner(QLearner):
         With several learners each returns its part of the mean over learners.
         """
         q, actor_q = (x if self.agent.legal is None else x[:, self.agent.legal] for x in (td.first_q, actor_q))
-        discrepancy = relative_distance([q], [actor_q]) * actor_q.norm() / actor_q.amax(-1).norm().clamp(min=1e-6)
-        metrics = {"q_discrepancy": discrepancy}
+        best_q = actor_q.amax(-1)
+        metrics: Metrics = {
+            "q_discrepancy": relative_distance([q], [actor_q]) * actor_q.norm() / best_q.norm().clamp(min=1e-6)
+        }
         if any(leaf.is_floating_point() for leaf in actor_state):
             metrics["state_discrepancy"] = relative_distance(td.state, actor_state)
         return {name: self.collective.fraction * x for name, x in metrics.items()}

@@ -1,4 +1,5 @@
 """Equations of return-conditioned policies: return-to-go, command distributions, exponential weights."""
+# pyright: reportUnknownMemberType=false
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -95,5 +96,7 @@ def subtract_start_baseline(returns: Floats, start: Floats, ridge: float = 1.0) 
     x = start - start.mean(0)
     x = x / np.maximum(x.std(0), 1e-6)
     y = returns - returns.mean()
-    slope = np.linalg.solve(x.T @ x + ridge * np.eye(x.shape[1]), x.T @ y)
+    gram: Floats = x.T @ x + ridge * np.eye(x.shape[1])
+    products: Floats = x.T @ y
+    slope = np.linalg.solve(gram, products)
     return returns - x @ slope

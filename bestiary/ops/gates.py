@@ -4,7 +4,7 @@ PyTorch's fused CPU call has no resets, and its packed sequences take a slow pat
 product with the recurrent weights and one compiled pass over the gates. A reset costs nothing, and the gradient of the
 weights is a single product at the end.
 """
-# pyright: reportCallIssue=false, reportIncompatibleMethodOverride=false
+# pyright: standard, reportCallIssue=false, reportIncompatibleMethodOverride=false
 
 from typing import Any
 

@@ -1,5 +1,5 @@
 """The interpreter of compiled acting: runs the instructions of a `Program` without PyTorch."""
-# pyright: reportCallIssue=false
+# pyright: standard, reportCallIssue=false
 
 import numpy as np
 

@@ -8,6 +8,7 @@ then the actor uses PyTorch.
 Inputs and activations of one environment lie in one array, `scratch`; the recurrent state is one array per
 environment, its leaves concatenated; the weights are one array, which is filled again whenever they change.
 """
+# pyright: reportUnknownMemberType=false
 
 import math
 from collections.abc import Callable
@@ -60,8 +61,8 @@ class Program:
     def linear(self, layer: nn.Linear, x: int, relu: bool = False, channels: int | None = None) -> int:
         """`channels`: the number of channels if x is an image with channels last; the layer expects channels first."""
         y = self.alloc(layer.out_features)
-        w = self.weights(lambda: layer.weight.t().unflatten(0, (channels or 1, -1)).transpose(0, 1))
-        b = -1 if layer.bias is None else self.weights(lambda: layer.bias)
+        w = self.weights(lambda: layer.weight.t().view(channels or 1, -1, layer.out_features).transpose(0, 1))
+        b = -1 if layer.bias is None else self.weights(lambda: layer.bias)  # type: ignore
         self.emit(LINEAR, y, x, layer.in_features, layer.out_features, w, b, relu)
         return y
 
@@ -121,5 +122,5 @@ def flatten_state(state: State, batch_size: int) -> NDArray[np.float32]:
 
 def unflatten_state(memory: NDArray[np.float32], like: State) -> State:
     """The inverse of `flatten_state`, with the shapes of `like`."""
-    parts = torch.from_numpy(memory.copy()).split([leaf[0].numel() for leaf in like], 1)
+    parts = torch.from_numpy(memory.copy()).split_with_sizes([leaf[0].numel() for leaf in like], 1)
     return tuple(part.reshape(leaf.shape) for part, leaf in zip(parts, like, strict=True))

@@ -39,7 +39,7 @@ def vtrace(
     """Off-policy corrected value targets and policy-gradient advantages (Espeholt et al. 2018, eq. 1, remark 2).
 
     log_rho, discount, reward, value: [T, B]; bootstrap: [B], the value of the step after the last.
-    Where `valid` is false count is no transition, only a reset: the target is the value itself. The transition before
+    Where `valid` is false there is no transition, only a reset: the target is the value itself. The transition before
     it bootstraps from this target if the episode was truncated by a time limit.
     """
     assert log_rho.dim() >= 2 and log_rho.shape == discount.shape == reward.shape == value.shape

@@ -6,7 +6,7 @@ lanes is part of the type, so it is passed as a tuple of that many zeros: `lanes
 
     total = fma(q[i], load(W, (n, i, 0), lanes), total)
 """
-# pyright: reportCallIssue=false
+# pyright: standard, reportCallIssue=false
 
 import operator
 

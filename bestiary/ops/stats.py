@@ -14,7 +14,7 @@ def iqm(scores: ArrayLike, axis: int = -1) -> np.ndarray:
     """
     x = np.sort(np.asarray(scores, float), axis)
     n = x.shape[axis]
-    left = np.arange(n)
+    left = np.arange(n, dtype=np.int64)
     weight = np.clip(np.minimum(left + 1, 0.75 * n) - np.maximum(left, 0.25 * n), 0, None)
     return np.tensordot(x, weight / weight.sum(), (axis, 0))
 

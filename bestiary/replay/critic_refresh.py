@@ -1,4 +1,5 @@
 """When a critic computes value targets and advantages for the episodes of a replay, and where they are stored."""
+# pyright: reportUnknownMemberType=false
 
 from dataclasses import dataclass
 
@@ -139,7 +140,8 @@ class CriticLabels:
 def partition(table: EpisodeTable) -> list[Ints]:
     """Numbers of all episodes in parts of at most MAX_STEPS, sorted by length so that there is little padding."""
     order = np.argsort(table.length, kind="stable")
-    parts, begin = [], 0
+    parts: list[Ints] = []
+    begin = 0
     for end in range(len(order)):
         if (table.length[order[end]] + 1) * (end - begin + 1) > MAX_STEPS and end > begin:
             parts.append(table.number[order[begin:end]])

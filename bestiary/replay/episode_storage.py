@@ -1,4 +1,5 @@
 """Whole episodes in flat arrays, one after the other, and the table that says where each of them is."""
+# pyright: reportUnknownMemberType=false
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple

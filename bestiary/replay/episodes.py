@@ -1,4 +1,5 @@
 """A replay of whole episodes, ranked by return: it keeps and samples the best, the latest, or a mixture of both."""
+# pyright: reportUnknownMemberType=false
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -55,7 +55,8 @@ class FifoReplay:
     def sample(self) -> Batch | None:
         if self.size < self.batch_size:
             return None
-        parts, missing = [], self.batch_size
+        parts: list[Trajectory] = []
+        missing = self.batch_size
         while missing:
             t = self.waiting.popleft()
             width = t.action.shape[1]

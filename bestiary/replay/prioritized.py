@@ -1,4 +1,5 @@
 """Prioritized replay of transitions (Schaul et al. 2016) or of sequences (Kapturowski et al. 2019)."""
+# pyright: reportUnknownMemberType=false
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,4 +1,5 @@
 """Storage of time steps: each is kept once, in order, and new ones overwrite old ones."""
+# pyright: reportUnknownMemberType=false
 
 from collections.abc import Callable
 from typing import Any
@@ -99,7 +100,7 @@ class RingBuffer:
         time_step, *rest = self.storage
         kept = (time_step if with_obs else time_step._replace(obs=time_step.is_first), *rest)
         time_step, action, aux, version = tree.map(
-            lambda store: store.flatten(0, 1).index_select(0, flat).unflatten(0, index.shape), kept
+            lambda store: store.flatten(0, 1).index_select(0, flat).view(*index.shape, *store.shape[2:]), kept
         )
         return Trajectory(time_step, action, aux, (), version[0])
 

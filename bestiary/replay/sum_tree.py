@@ -15,11 +15,14 @@ ROOT = -1  # the root has this index, but no memory
 LARGEST = float(np.finfo(np.float64).max) / 2
 compiled = compiler()
 
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
 # Nodes are stored level by level, the root's children first: the children of node p begin at (p + 1) * FANOUT.
 
 
 @compiled
-def sum_of_children(nodes, p):
+def sum_of_children(nodes: Floats, p: int) -> float:
     # from left to right, as a search adds them up, so that both get the same rounded sums
     total = 0.0
     for child in range((p + 1) * FANOUT, (p + 2) * FANOUT):
@@ -28,7 +31,7 @@ def sum_of_children(nodes, p):
 
 
 @compiled
-def write(nodes, first_leaf, capacity, slots, weights):
+def write(nodes: Floats, first_leaf: int, capacity: int, slots: Ints, weights: Floats) -> int:
     """Set leaves and the sums above them; -1. If a weight is invalid, nothing is set and its index is returned.
 
     A batch goes through the tree level by level, here and in `search`: nodes of one level do not depend on each other.
@@ -55,7 +58,7 @@ def write(nodes, first_leaf, capacity, slots, weights):
 
 
 @compiled
-def inside(point, weight):
+def inside(point: float, weight: float) -> float:
     """The nearest point in [0, weight)."""
     if not point > 0.0:
         return 0.0
@@ -63,7 +66,7 @@ def inside(point, weight):
 
 
 @compiled
-def search(nodes, first_leaf, total, points):
+def search(nodes: Floats, first_leaf: int, total: float, points: Floats) -> Ints:
     """The slots whose intervals contain the points; never a slot of weight 0, however sums are rounded.
 
     At every node on the way 0 <= point < weight, and the weight equals the last of the children's ends bit for bit. So
@@ -90,7 +93,7 @@ def search(nodes, first_leaf, total, points):
 
 
 @compiled
-def search_stratified(nodes, first_leaf, total, uniform):
+def search_stratified(nodes: Floats, first_leaf: int, total: float, uniform: Floats) -> tuple[Ints, Floats]:
     n = len(uniform)
     points = np.empty(n)
     for i in range(n):
@@ -129,12 +132,12 @@ class SumTree:
     def total(self) -> float:
         return sum_of_children(self._nodes, ROOT)
 
-    def weights(self, slots: NDArray[np.int64]) -> NDArray[np.float64]:
+    def weights(self, slots: Ints) -> Floats:
         if len(slots) and not 0 <= slots.min() <= slots.max() < self.capacity:
             raise ValueError(f"slots are 0 to {self.capacity - 1}, not {slots.min()} to {slots.max()}")
         return self._nodes[self._first_leaf + slots]
 
-    def set(self, slots: NDArray[np.int64], weights: NDArray[np.float64]) -> None:
+    def set(self, slots: Ints, weights: Floats) -> None:
         """If a slot occurs more than once, its last weight counts."""
         if len(slots) != len(weights):
             raise ValueError(f"{len(slots)} slots cannot have {len(weights)} weights")
@@ -145,14 +148,14 @@ class SumTree:
                 f"weights 0 to {LARGEST / self.capacity:.1e}"
             )
 
-    def find(self, points: NDArray[np.float64]) -> NDArray[np.int64]:
+    def find(self, points: Floats) -> Ints:
         """The slots whose intervals contain these points, where slot i's interval has the length of its weight.
 
         A point outside of all intervals counts as the nearest point inside.
         """
         return search(self._nodes, self._first_leaf, self._positive_total(), points)
 
-    def sample(self, n: int, rng: np.random.Generator) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    def sample(self, n: int, rng: np.random.Generator) -> tuple[Ints, Floats]:
         """Stratified sampling: slots and their weights, one from each of n equal parts of the total, in order."""
         return search_stratified(self._nodes, self._first_leaf, self._positive_total(), rng.random(n))
 
@@ -162,11 +165,11 @@ class SumTree:
             raise ValueError("nothing can be sampled: all weights are 0")
         return total
 
-    def leaves(self) -> NDArray[np.float64]:
+    def leaves(self) -> Floats:
         """The weights of all slots, for a checkpoint."""
         return self._nodes[self._first_leaf : self._first_leaf + self.capacity].copy()
 
-    def rebuild(self, leaves: NDArray[np.float64]) -> None:
+    def rebuild(self, leaves: Floats) -> None:
         """Set the weights of all slots."""
         self.set(np.arange(self.capacity), leaves)
 

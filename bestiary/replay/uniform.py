@@ -1,7 +1,7 @@
 """Uniform replay: whole episodes or sequences, each as likely as any other (Mnih et al. 2015)."""
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,7 +100,7 @@ class UniformReplay(RingReplay):
         self.rate_limiter.add(int(valid.sum()))
 
     def _close_episodes(self, start: int, boundary: NDArray[np.bool_]) -> None:
-        ended = []
+        ended: list[tuple[Any, Any, Any]] = []
         for t, stream in np.argwhere(boundary):
             first, next_first = self.episode_start[stream], start + 1 + t
             if first >= 0:
@@ -131,7 +131,7 @@ class UniformReplay(RingReplay):
 
     def _sample_episodes(self, rng: np.random.Generator) -> Batch:
         stream, first, length = self.episodes[rng.integers(len(self.episodes), size=self.cfg.batch_size)].T
-        t = np.arange(length.max())[:, None]
+        t = np.arange(int(length.max()))[:, None]
         # shorter episodes are padded with their first step: a run of one-step episodes, which carry no loss
         return Batch(self.ring.gather(first + np.where(t < length, t, 0), stream))
 

@@ -8,6 +8,9 @@ with the W before the chunk and a lower-triangular 0/1 `mask`, which also separa
 writes its values: u = v. The value that the Delta Net writes at a step depends on those of earlier steps:
 u = beta (v - k W - (k k^T * mask, below the diagonal) u), a triangular system (Yang et al. 2024).
 """
+# pyright: reportConstantRedefinition=false, reportUnknownMemberType=false
+
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -36,12 +39,15 @@ def _by_chunks(
 ) -> tuple[Tensor, Tensor]:
     """widths: of query, key, value and, for the Delta Net, the write strength."""
     x, W, nan = _without_nan(x, reset, W)
-    q, k, v, *beta = (z.contiguous() for z in x.permute(1, 2, 0, 3).split(widths, -1))  # [B, H, T, D]
+    q, k, v, *beta = (z.contiguous() for z in x.permute(1, 2, 0, 3).split_with_sizes(widths, -1))  # [B, H, T, D]
     parts = feature_map(phi, q), feature_map(phi, k), v, *(z.sigmoid() for z in beta)
 
     lengths = _chunk_lengths(len(x), chunk, bptt)
-    outputs, t = [], 0
-    for new, *inputs in zip(reset.split(lengths), *(z.split(lengths, 2) for z in parts), strict=True):
+    outputs: list[Tensor] = []
+    t = 0
+    for new, *inputs in zip(
+        reset.split_with_sizes(lengths), *(z.split_with_sizes(lengths, 2) for z in parts), strict=True
+    ):
         if bptt and t % bptt == 0:
             W = W.detach()
         y, W = _chunk(new, W, *inputs)
@@ -61,7 +67,8 @@ def _chunk(
     if beta is not None:
         beta_k = beta * k
         rhs = beta * v - torch.where(in_first, beta_k @ W, 0)
-        u = torch.linalg.solve_triangular((beta_k @ k.mT).mul_(mask), rhs, upper=False, unitriangular=True)
+        A = (beta_k @ k.mT).mul_(mask)
+        u = cast(Tensor, torch.linalg.solve_triangular(A, rhs, upper=False, unitriangular=True))
     y = (q @ k.mT).mul_(mask) @ u + torch.where(in_first, q @ W, 0)
     # the memory after the chunk holds what the last step can read
     W = torch.where(in_first[:, :, -1:], W, 0) + k.mT @ (u * mask[:, :, -1:].mT)

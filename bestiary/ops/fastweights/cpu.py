@@ -1,5 +1,5 @@
 """The compiled CPU kernels as differentiable functions of tensors; the streams are divided among threads."""
-# pyright: reportIncompatibleMethodOverride=false
+# pyright: reportConstantRedefinition=false, reportIncompatibleMethodOverride=false
 
 import os
 from collections.abc import Callable
@@ -160,7 +160,7 @@ class _RecurrentDeltaNet(torch.autograd.Function):
             kept[:, :, kernels.FEEDBACK].view(sizes.batch, sizes.heads, sizes.steps, D).permute(1, 3, 0, 2).flatten(2)
         )
         dR = feedback @ sizes.from_streams(dx).permute(2, 1, 0, 3).flatten(1, 2)
-        dR = [*dR[..., : 3 * D].split(D, -1), dR[..., 3 * D]]
+        dR = [*dR[..., : 3 * D].chunk(3, -1), dR[..., 3 * D]]
         return sizes.from_streams(dx), *dR, None, sizes.as_memory(G), sizes.as_memory(dy), None, None
 
 
@@ -210,7 +210,7 @@ def _apply(rule: type[torch.autograd.Function], *args: Any) -> Any:
     """Without gradient mode nothing is stored for a backward pass, even if the weights require gradients."""
     if not torch.is_grad_enabled():
         args = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
-    return rule.apply(*args)
+    return rule.apply(*args)  # type: ignore
 
 
 def linear_transformer(

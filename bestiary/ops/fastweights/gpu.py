@@ -1,4 +1,6 @@
 """The Triton kernels as differentiable functions of CUDA tensors."""
+# pyright: reportConstantRedefinition=false, reportMissingTypeStubs=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from typing import Any
 

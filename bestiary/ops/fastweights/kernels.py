@@ -10,7 +10,7 @@ forward pass stores the memory at the start of each block in `saved`; the backwa
 block from it. So nothing is inverted, no rounding error accumulates, and resets cost nothing. Recomputed memories are
 stored value by key, which makes W g a sum of vectors too. G is the gradient of the memory, key by value.
 """
-# pyright: reportCallIssue=false
+# pyright: standard, reportCallIssue=false
 # ruff: noqa: RUF005 (compiled code joins tuples, it does not unpack into them)
 
 import math

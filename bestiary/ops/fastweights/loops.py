@@ -5,6 +5,7 @@ strength, all before feature map and sigmoid. y: [T, B, H, D]; reset: [T, B]; a 
 key by value. Where reset is true the memory is zero before the step. `bptt` truncates the gradient: the memory before
 steps 0, bptt, 2 bptt, ... is a constant.
 """
+# pyright: reportConstantRedefinition=false
 
 from typing import Literal, NamedTuple
 
@@ -61,7 +62,7 @@ def linear_transformer(
     """W += k v^T; y = W^T q (Katharopoulos et al. 2020). x: q, k, v."""
     q, k, v = x.chunk(3, -1)
     q, k = feature_map(phi, q), feature_map(phi, k)
-    outputs = []
+    outputs: list[Tensor] = []
     for t, (q_t, k_t, v_t, new) in enumerate(zip(q.unbind(), k.unbind(), v.unbind(), reset.unbind(), strict=True)):
         (W,) = carry(t, new, bptt, W)
         W = W + torch.einsum("bhk,bhv->bhkv", k_t, v_t)
@@ -74,9 +75,9 @@ def delta_net(
 ) -> tuple[Tensor, Tensor]:
     """W += beta k (v - W^T k)^T; y = W^T q (Schlag et al. 2021). x: q, k, v, beta."""
     D = W.shape[-1]
-    q, k, v, beta = x.split([D, D, D, 1], -1)
+    q, k, v, beta = x.split_with_sizes([D, D, D, 1], -1)
     q, k, beta = feature_map(phi, q), feature_map(phi, k), beta.squeeze(-1).sigmoid()
-    outputs = []
+    outputs: list[Tensor] = []
     steps = zip(q.unbind(), k.unbind(), v.unbind(), beta.unbind(), reset.unbind(), strict=True)
     for t, (q_t, k_t, v_t, beta_t, new) in enumerate(steps):
         (W,) = carry(t, new, bptt, W)
@@ -96,8 +97,8 @@ def recurrent_delta_net(
 ) -> tuple[Tensor, Tensor]:
     """Delta Net with recurrent connections from its last output y: [B, H, D] (Irie et al. 2021). x: q, k, v, beta."""
     D = W.shape[-1]
-    outputs = []
-    steps = zip(*(part.unbind() for part in x.split([D, D, D, 1], -1)), reset.unbind(), strict=True)
+    outputs: list[Tensor] = []
+    steps = zip(*(part.unbind() for part in x.split_with_sizes([D, D, D, 1], -1)), reset.unbind(), strict=True)
     for t, (q_t, k_t, v_t, beta_t, new) in enumerate(steps):
         W, y = carry(t, new, bptt, W, y)
         u = y.tanh()
@@ -125,10 +126,10 @@ def delta_rnn(
     x: q, k, v, second k, second v, beta, second beta.
     """
     D = W.shape[-1]
-    q, k, v, kr, vr, beta = x.split([D, D, D, D, D, 2], -1)
+    q, k, v, kr, vr, beta = x.split_with_sizes([D, D, D, D, D, 2], -1)
     q, k, kr = (feature_map(phi, z) for z in (q, k, kr))
     beta, betar = beta.sigmoid().unbind(-1)
-    outputs = []
+    outputs: list[Tensor] = []
     steps = zip(*(z.unbind() for z in (q, k, v, beta, kr, vr, betar, reset)), strict=True)
     for t, (q_t, k_t, v_t, beta_t, kr_t, vr_t, betar_t, new) in enumerate(steps):
         W, R, y = carry(t, new, bptt, W, R, y)

@@ -10,6 +10,7 @@ the end of a segment. A segment ends with its block or before a reset; the memor
 start, which was stored (at the first step of a block) or is zero (at a reset). So nothing is inverted, and rounding
 errors accumulate over one block at most. G is the gradient of the memory.
 """
+# pyright: standard
 
 import triton
 import triton.language as tl

@@ -158,23 +158,23 @@ def test_earlier_time_steps_do_not_change(rollout: Rollout):
 
 def slow_statistics(case: Case, rollout: Rollout, slot: int) -> list[tuple[int, Episode]]:
     """The episodes of a slot, computed from its time steps one after the other."""
-    steps, frames = tree.map(lambda x: x[:, slot], rollout.steps), rollout.spec.frames_per_step
-    books, score, life, steps, lives = [], 0.0, 0.0, 0, []
-    for t in range(1, len(steps.reward)):
-        if steps.is_first[t]:
-            ended = bool(steps.is_terminal[t - 1])
+    step, frames = tree.map(lambda x: x[:, slot], rollout.steps), rollout.spec.frames_per_step
+    episodes, score, life, steps, lives = [], 0.0, 0.0, 0, []
+    for t in range(1, len(step.reward)):
+        if step.is_first[t]:
+            ended = bool(step.is_terminal[t - 1])
             if not (case.life_loss and ended):  # the life in progress at the end of the episode
                 lives.append(life)
-            books.append((t, Episode(slot, score, steps, steps * frames, tuple(lives), not ended)))
+            episodes.append((t, Episode(slot, score, steps, steps * frames, tuple(lives), not ended)))
             score, life, steps, lives = 0.0, 0.0, 0, []
             continue
-        score += steps.reward[t].item()
-        life += steps.reward[t].item()
+        score += step.reward[t].item()
+        life += step.reward[t].item()
         steps += 1
-        if case.life_loss and steps.is_terminal[t]:
+        if case.life_loss and step.is_terminal[t]:
             lives.append(life)
             life = 0.0
-    return books
+    return episodes
 
 
 def test_episode_statistics_agree_with_the_time_steps(case: Case, rollout: Rollout):

@@ -671,11 +671,11 @@ unlimited = pytest.mark.usefixtures("_unlimited")
 )
 def test_the_state_is_stored_unless_it_takes_much_memory(core, capacity, stored):
     spec = Spec("small", (3,), torch.float32, 4)
-    for asked in (None, True, False):
-        cfg = configure(R2d2, stored_state=asked, capacity=capacity)
+    for setting in (None, True, False):
+        cfg = configure(R2d2, stored_state=setting, capacity=capacity)
         state = cfg.agent(spec, Net(), core).initial_state(1)
         replay = cfg.replay_builder(4).build(0, spec, state)
-        assert replay.cfg.stored_state == replay.ring.keep_states == (stored if asked is None else asked)
+        assert replay.cfg.stored_state == replay.ring.keep_states == (stored if setting is None else setting)
         assert Apex().replay_builder(4).build(0, spec, state).cfg.stored_state is False
 
 

@@ -1,4 +1,4 @@
-"""The program as a user meets it: real processes, exit codes, and what they print."""
+"""The command-line program in real processes: exit codes and output."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def run(tmp_path_factory) -> Path:
     return path
 
 
-def test_help_answers_at_once_and_without_torch():
+def test_help_is_fast_and_does_not_import_torch():
     code = (
         "import sys; from bestiary.cli.main import main; main(['--help']); "
         "print([m for m in ('torch', 'gymnasium', 'numpy') if m in sys.modules])"
@@ -57,7 +57,7 @@ def test_the_module_and_the_program_print_the_same():
         (["train", "recall", "env:atary"], "did you mean atari?"),
         (["train", "recall", "--algo.replay.batchsize", "3"], "did you mean --algo.replay.batch-size"),
         (["train", "recall", "lstm"], "what is 'lstm'?"),
-        (["train", "recall", "--frames", "lots"], "'lots' is not a whole number"),
+        (["train", "recall", "--frames", "many"], "'many' is not a whole number"),
         (["train", "recall", "--frames", "0"], "frames=0 must be at least 1"),
         (["train", "recall", "--algo.replay.batch-size", "0"], "batch-size=0 must be at least 1"),
         (["train", "recall", "--algo.unroll", "0"], "unroll=0 must be at least 1"),
@@ -93,10 +93,10 @@ def test_a_run_directory_of_another_experiment_is_refused(run):
     assert "core: lstm -> ff" in sentence
 
 
-def test_a_hostile_or_broken_experiment_file_is_refused(run, tmp_path):
+def test_an_invalid_experiment_file_is_refused(run, tmp_path):
     for text in (
         "{",
-        '{"kind": "experiment", "evil": 1}',
+        '{"kind": "experiment", "unknown": 1}',
         '{"kind": "experiment", "core": {"kind": "os.system"}}',
         "[]",
     ):
@@ -134,9 +134,9 @@ def test_commands_that_training_prints_can_be_run(tmp_path):
 def test_train_on_the_same_directory_resumes(tmp_path):
     args = ["train", "recall", *SMALL, "--evaluation.episodes", 0, "--run", tmp_path / "r", "--frames"]
     assert bestiary(*args, "2k").returncode == 0
-    again = bestiary(*args, "4k")
-    assert again.returncode == 0
-    assert "continues at" in again.stdout
+    resumed = bestiary(*args, "4k")
+    assert resumed.returncode == 0
+    assert "continues at" in resumed.stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -160,7 +160,7 @@ def test_a_signal_saves_a_checkpoint_and_exits(number, tmp_path):
     assert "has used its budget of 1 frames" in done.stdout
 
 
-def test_killing_a_run_loses_only_what_came_after_the_last_checkpoint(tmp_path):
+def test_a_killed_run_resumes_from_its_last_checkpoint(tmp_path):
     args = ["train", "recall", *SMALL, "--frames", "100M", "--checkpoint.frames", "500", "--run", str(tmp_path / "r")]
     process = subprocess.Popen([sys.executable, "-m", "bestiary", *args], stdout=subprocess.DEVNULL)
     saved = tmp_path / "r" / "checkpoints"
@@ -200,7 +200,7 @@ def test_an_environment_that_raises_shows_its_traceback_and_saves(tmp_path):
     assert list((tmp_path / "r" / "checkpoints").iterdir())
 
 
-def test_a_diverging_run_says_at_which_update(tmp_path):
+def test_a_diverging_run_reports_the_update(tmp_path):
     args = ["train", "cartpole", *SMALL, "algo.optimizer:rms-prop", "--algo.optimizer.lr", "1e30"]
     done = bestiary(*args, "--algo.grad-norm", "1e30", "--run", tmp_path / "r")
     assert re.search(r"update \d+ gave a loss of (nan|-?inf)", refused(done))
@@ -213,10 +213,10 @@ def test_a_closed_output_pipe_gives_no_traceback():
     )
     assert program.stdout and program.stderr
     program.stdout.close()
-    complaint = program.stderr.read()
+    message = program.stderr.read()
     program.stderr.close()
     assert program.wait(120) == 141
-    assert not complaint
+    assert not message
 
 
 def test_everything_can_be_listed():
@@ -225,21 +225,21 @@ def test_everything_can_be_listed():
     assert "MsPacman" in bestiary("list", "games").stdout
 
 
-def test_the_doctor_names_versions_and_how_to_get_what_is_missing():
+def test_doctor_lists_versions_and_missing_extras():
     done = bestiary("doctor")
     assert done.returncode == 0
     assert all(word in done.stdout for word in ("torch", "device", "threads", "atari"))
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_explains_its_settings(name, capsys):
-    with pytest.raises(SystemExit) as stop:  # in this process: there are many
+def test_the_help_of_every_preset_lists_its_settings(name, capsys):
+    with pytest.raises(SystemExit) as stop:  # in this process, because there are many presets
         main(["train", name, "--help"])
     assert stop.value.code == 0
     assert "--algo.unroll" in capsys.readouterr().out
 
 
-def test_no_secret_of_the_environment_is_written(tmp_path):
+def test_no_environment_variable_is_written_to_the_run(tmp_path):
     env = os.environ | {"MY_API_TOKEN": "hunter2-should-not-appear"}
     args = ["train", "recall", *SMALL, "--frames", "1k", "--evaluation.episodes", "0", "--run", str(tmp_path / "r")]
     subprocess.run([sys.executable, "-m", "bestiary", *args], env=env, check=True, capture_output=True)
@@ -248,7 +248,7 @@ def test_no_secret_of_the_environment_is_written(tmp_path):
 
 
 @pytest.mark.parametrize("part", ["env", "algo", "core", "runtime"])
-def test_every_choice_can_be_made_by_its_name(part):
+def test_every_part_can_be_selected_by_its_name(part):
     for name, cls in family(part).items():
         if name != "gym":  # needs an id
             assert type(getattr(read(["recall", f"{part}:{name}"]).experiment, part)) is cls

@@ -47,7 +47,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 
 
 def tiny(name: str, frames: int, **runtime: Any) -> Experiment:
-    """A preset made small enough for a test."""
+    """A small version of a preset."""
     e = bestiary.preset(name)
     small = {"batch_size": 8} if isinstance(e.algo, Impala) else {}
     return replace(
@@ -93,7 +93,7 @@ def test_one_actor_in_lockstep_equals_the_local_runtime(name, frames, cluster, t
     assert all(torch.equal(local[k], ray[k]) for k in local)
 
 
-def test_a_shard_of_two_actors_samples_what_one_replay_would():
+def test_a_shard_of_two_actors_samples_the_same_as_one_replay():
     """That replay receives both actors' trajectories, joined along their streams."""
     from bestiary.replay.fifo import concatenate_streams
     from bestiary.runtime.ray.wire import WeightsCodec, unpack
@@ -146,7 +146,7 @@ def test_a_run_continues_locally_and_with_more_actors_and_shards(cluster, tmp_pa
     assert updates == sorted(updates)
 
 
-@pytest.mark.parametrize("name", ["tmaze", "tmaze-r2d2", "rcp-a"])  # most other tests use the fourth, a FIFO queue
+@pytest.mark.parametrize("name", ["tmaze", "tmaze-r2d2", "rcp-a"])  # most other tests use the FIFO queue
 def test_every_kind_of_replay_learns_with_several_actors_and_shards(name, cluster, tmp_path):
     e = tiny(name, 2_000)
     if name == "rcp-a":
@@ -195,17 +195,17 @@ def test_two_learners_sample_a_batch_each_and_make_joint_updates(shards, cluster
         ({"timeout": 0}, r"runtime\.timeout must be positive"),
     ],
 )
-def test_impossible_settings_are_refused_in_a_sentence(settings, sentence):
+def test_invalid_settings_are_refused_in_one_sentence(settings, sentence):
     with pytest.raises(UserError, match=sentence):
         Ray(**settings)
 
 
 def test_an_address_that_does_not_answer_is_refused_soon(tmp_path):
     e = tiny("recall", 1_000, address="127.0.0.1:1")
-    began = time.monotonic()
+    started = time.monotonic()
     with pytest.raises(UserError, match=r"no Ray cluster answers at 127\.0\.0\.1:1"):
         bestiary.train(e, tmp_path / "run")
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - started < 30
     assert not (tmp_path / "run").exists()
 
 
@@ -224,7 +224,7 @@ def test_an_address_is_a_host_and_a_port(tmp_path):
         ({"gpus": 2.0}, r"the learner needs 1 cores, 2 GPUs and 0\.0 GiB on one node; available: "),
     ],
 )
-def test_needs_beyond_the_cluster_are_refused_with_what_would_fit(settings, sentence, cluster, tmp_path):
+def test_resources_beyond_the_cluster_are_refused_with_a_suggestion(settings, sentence, cluster, tmp_path):
     with pytest.raises(UserError, match=sentence):
         bestiary.train(tiny("recall", 1_000, address=cluster.address, **settings), tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -251,7 +251,7 @@ def test_other_versions_on_a_node_are_refused(cluster, monkeypatch, tmp_path):
 
 
 def watch(e: Experiment, run: Path, steps: list[Callable[[], bool]]) -> list[str]:
-    """Train. Call the first step after each progress until it returns True, then the next one. Returns all notes."""
+    """Train, and call each step after every progress until it returns True; then the next step. Returns all notes."""
     notes: list[str] = []
     remaining = list(steps)
     progress: Progress
@@ -278,7 +278,7 @@ def test_lost_actors_shards_and_evaluators_are_replaced(cluster, tmp_path):
     e = replace(e, evaluation=replace(e.evaluation, every=2_000, episodes=100))
 
     def kill_actors(count: int) -> bool:
-        """Kill as many actors, once both collect."""
+        """Kill `count` actors as soon as both collect."""
         if len(cluster.named("ray::ActorWorker.")) < 2 or len(cluster.named("ray::ActorWorker.__init__")) > 0:
             return False
         return kill(cluster, "ray::ActorWorker", count) == count
@@ -347,7 +347,7 @@ def test_actors_of_a_node_that_joins_late_are_replaced_when_it_fails(fault, clus
 
     Before it fails, the node is slow.
     """
-    second = cluster.add(2)  # room for one actor; the learner and two actors fill the first node
+    second = cluster.add(2)  # enough for one actor; the learner and two actors fill the first node
     e = tiny("tmaze", 100_000_000, actors=3, actor_cpus=1.5, min_actors=2, timeout=20.0, address=cluster.address)
     notes: list[str] = []
     failed_at, frames = 0.0, 0
@@ -390,7 +390,7 @@ def test_a_hanging_actor_is_replaced_and_a_hanging_evaluation_skipped(cluster, t
         return True
 
     def stop_the_evaluator() -> bool:
-        """Stop one that has run for a while: it has more time before its first sign of progress."""
+        """Stop an evaluator that has run for a while, because the timeout before its first progress is longer."""
         for pid in cluster.named("ray::EvaluatorWorker"):
             started = started_at.setdefault(pid, time.monotonic())
             if pid not in stopped_at and time.monotonic() - started > 3:
@@ -472,7 +472,7 @@ def checkpoints(run: Path) -> list[str]:
 
 
 def test_a_run_survives_a_lost_learner_and_driver_and_ends_at_sigterm(cluster, tmp_path):
-    """It restarts from the last checkpoint. After SIGTERM no process remains."""
+    """The run restarts from the last checkpoint. After SIGTERM no process remains."""
     run, output = tmp_path / "run", tmp_path / "output.txt"
     with output.open("wb") as file:
         process = subprocess.Popen(command(run, cluster), stdout=file, stderr=subprocess.STDOUT)
@@ -510,37 +510,37 @@ def test_a_run_survives_a_lost_learner_and_driver_and_ends_at_sigterm(cluster, t
     assert "the learner or the replay was lost" in (run / "events.txt").read_text()
 
 
-FAULTY = """
+FAILING_ENV = """
 import gymnasium
 from gymnasium.envs.classic_control import CartPoleEnv
 
 
-class Faulty(CartPoleEnv):
+class FailingCartPole(CartPoleEnv):
     def step(self, action):
-        raise ArithmeticError("the pole came off")
+        raise ArithmeticError("the pole broke")
 
 
-gymnasium.register("Faulty-v0", entry_point=Faulty)
+gymnasium.register("FailingCartPole-v0", entry_point=FailingCartPole)
 """
 
 
 def test_an_error_on_every_actor_ends_the_run_with_its_traceback(cluster, tmp_path):
     plugin = tmp_path / "faulty.py"
-    plugin.write_text(FAULTY)
-    words = [sys.executable, "-m", "bestiary", "train", "cartpole", "--env.id", "Faulty-v0", "runtime:ray"]
+    plugin.write_text(FAILING_ENV)
+    words = [sys.executable, "-m", "bestiary", "train", "cartpole", "--env.id", "FailingCartPole-v0", "runtime:ray"]
     words += ["--plugin", str(plugin)]
     words += ["--runtime.actors", "2", "--runtime.actor-cpus", "0.5", "--runtime.address", cluster.address, "--plain"]
     done = subprocess.run([*words, "--run", str(tmp_path / "run")], capture_output=True, text=True, timeout=150)
     assert done.returncode == 1
-    assert "ArithmeticError: the pole came off" in done.stderr
+    assert "ArithmeticError: the pole broke" in done.stderr
     assert "in step" in done.stderr
 
 
 # -- a cluster started by the run ---------------------------------------------------------------------------
 
 
-def test_a_private_cluster_is_safe_and_ends_with_its_run(tmp_path, monkeypatch):
-    """It listens on loopback only, requires a token, and has no dashboard."""
+def test_a_private_cluster_is_local_and_ends_with_its_run(tmp_path, monkeypatch):
+    """The cluster listens on loopback only, requires a token, and has no dashboard."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
@@ -559,7 +559,7 @@ def test_a_private_cluster_is_safe_and_ends_with_its_run(tmp_path, monkeypatch):
         assert 8265 not in {port for _, port in sockets}  # the dashboard
         assert (tmp_path / ".ray" / "auth_token").exists()
         for pid in (process.pid, *(one.pid for one in processes() if one.parent == process.pid)):
-            os.kill(pid, signal.SIGINT)  # as a terminal does
+            os.kill(pid, signal.SIGINT)  # as Ctrl-C in a terminal does
         assert process.wait(60) == 130
     finally:
         process.kill()

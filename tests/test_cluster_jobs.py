@@ -1,4 +1,4 @@
-"""Many runs as jobs of a Ray cluster: each is a process on some node, restarted when it is lost, and none remains."""
+"""Runs as jobs of a Ray cluster: each is a process on a node, restarted when it is lost; none outlives the command."""
 
 import importlib.util
 import os
@@ -49,7 +49,7 @@ def cluster() -> Iterator[RayExecutor]:
 
 
 @pytest.fixture
-def joined(cluster, monkeypatch):
+def shared_cluster(cluster, monkeypatch):
     """Commands use the cluster of these tests instead of starting their own."""
     monkeypatch.setattr(cluster_jobs, "connect", lambda address: ray_cluster.alive_nodes())
     monkeypatch.setattr(cluster_jobs, "disconnect", lambda: None)
@@ -89,7 +89,7 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def once_started(path: Path, action: Callable[[], None]) -> None:
+def when_started(path: Path, action: Callable[[], None]) -> None:
     """Call a function in another thread as soon as a run has written metrics."""
 
     def watch() -> None:
@@ -100,8 +100,8 @@ def once_started(path: Path, action: Callable[[], None]) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def within(seconds: float, condition: Callable[[], bool]) -> bool:
-    """Whether a condition holds within so many seconds."""
+def wait_until(seconds: float, condition: Callable[[], bool]) -> bool:
+    """Wait until a condition holds, at most so many seconds; returns whether it does."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -121,7 +121,7 @@ def test_results_equal_those_of_local_processes(cluster, fake_runs, experiment, 
 
 def test_a_run_whose_process_is_killed_is_restarted_and_reported(cluster, fake_runs, experiment, tmp_path):
     fake_runs(SLOW)
-    once_started(tmp_path / "seed3", lambda: os.kill(processes(tmp_path / "seed3")[-1], signal.SIGKILL))
+    when_started(tmp_path / "seed3", lambda: os.kill(processes(tmp_path / "seed3")[-1], signal.SIGKILL))
     messages: list[str] = []
     result = seeds.train_seeds(replace(experiment, frames=1000), [3], tmp_path, log=messages.append, executor=cluster)
     assert "seed3 is restarted, retry 1 of 3: it was killed by SIGKILL (out of memory?)" in messages
@@ -142,12 +142,12 @@ def test_a_run_without_its_supervisor_saves_and_is_restarted(
         first.extend(processes(tmp_path / "seed3"))
         os.kill(parent(first[0]) if kill_supervisor else first[0], signal.SIGKILL)
 
-    once_started(tmp_path / "seed3", kill)
+    when_started(tmp_path / "seed3", kill)
     messages: list[str] = []
     seeds.train_seeds(replace(experiment, frames=2000), [3], tmp_path, log=messages.append, executor=cluster)
     assert f"seed3 is restarted, retry 1 of 3: {reason}" in messages
     assert len(first) == 2
-    assert within(10, lambda: not set(first) & {one.pid for one in ray_nodes.processes()})
+    assert wait_until(10, lambda: not set(first) & {one.pid for one in ray_nodes.processes()})
     at, end = checkpoints(tmp_path / "seed3")
     assert 0 < at < end == 2000
 
@@ -169,20 +169,20 @@ def test_a_run_that_raises_is_retried_once_and_the_others_continue(cluster, fake
     assert "seed 13 failed: ValueError: sensor unplugged" in messages
 
 
-def test_after_a_stop_running_jobs_save_and_waiting_ones_never_start(cluster, fake_runs, experiment, tmp_path):
+def test_after_a_stop_running_jobs_save_and_queued_ones_do_not_start(cluster, fake_runs, experiment, tmp_path):
     fake_runs(SLOW)
     all_cores = max(int(node.cpus) for node in ray_cluster.alive_nodes())
     long = replace(experiment, frames=LONG, runtime=replace(experiment.runtime, threads=all_cores))
     stop = threading.Event()
     paths = [tmp_path / "seed3", tmp_path / "seed4"]
     for path in paths:  # either may be the first
-        once_started(path, stop.set)
+        when_started(path, stop.set)
     seeds.train_seeds(long, [3, 4], tmp_path, jobs=2, stop=stop.is_set, executor=cluster)
     executor.lock_directory(tmp_path).close()  # every process of a job holds this lock
     assert not processes(paths[0]) + processes(paths[1])
-    waiting, started = sorted(paths, key=lambda path: len(checkpoints(path)))
+    queued, started = sorted(paths, key=lambda path: len(checkpoints(path)))
     (reached,) = checkpoints(started)
-    assert 0 < reached < LONG and not checkpoints(waiting) and not (waiting / executor.OUTPUT).exists()
+    assert 0 < reached < LONG and not checkpoints(queued) and not (queued / executor.OUTPUT).exists()
     fake_runs(0)
     shorter = replace(long, frames=reached + 200)
     result = seeds.train_seeds(shorter, [3, 4], tmp_path, jobs=2, executor=cluster)
@@ -205,14 +205,14 @@ def test_the_directory_of_running_jobs_is_locked(cluster, fake_runs, experiment,
     fake_runs(SLOW)
     stop, refused = threading.Event(), []
 
-    def lock_too() -> None:
+    def try_to_lock() -> None:
         try:
             executor.lock_directory(tmp_path).close()
         except UserError as e:
             refused.append(str(e))
         stop.set()
 
-    once_started(tmp_path / "seed3", lock_too)
+    when_started(tmp_path / "seed3", try_to_lock)
     seeds.train_seeds(replace(experiment, frames=LONG), [3], tmp_path, stop=stop.is_set, executor=cluster)
     assert refused and "is in use by another process" in refused[0]
 
@@ -231,16 +231,16 @@ main({[*words, "--run", str(tmp_path)]!r})
 """
     command = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.DEVNULL)
     try:
-        assert within(60, lambda: (tmp_path / "seed0" / "metrics.csv").exists())
+        assert wait_until(60, lambda: (tmp_path / "seed0" / "metrics.csv").exists())
     finally:
         command.kill()
         command.wait()
-    assert within(20, lambda: not processes(tmp_path / "seed0"))
+    assert wait_until(20, lambda: not processes(tmp_path / "seed0"))
     executor.lock_directory(tmp_path).close()
     assert 0 < checkpoints(tmp_path / "seed0")[-1] < 100_000_000
 
 
-def test_a_real_run_on_the_cluster_equals_a_local_one(joined, tmp_path):
+def test_a_real_run_on_the_cluster_equals_a_local_one(shared_cluster, tmp_path):
     words = ["train", "catch", *QUICK, "--frames", "400", "--seeds", "5..5", "--executor", "ray"]
     assert main([*words, "--run", str(tmp_path / "remote")]) == 0
     train(Run(tmp_path / "remote" / "seed5").experiment(), tmp_path / "local")
@@ -248,12 +248,12 @@ def test_a_real_run_on_the_cluster_equals_a_local_one(joined, tmp_path):
     assert local.read_text() == remote.read_text() and local.read_text().count("\n") > 1
 
 
-def test_a_search_and_a_study_can_use_the_cluster(cluster, fake_runs, experiment, tmp_path):
+def test_a_sweep_and_a_study_can_use_the_cluster(cluster, fake_runs, experiment, tmp_path):
     pytest.importorskip("optuna")
     from bestiary.launch.sweep import sweep
     from bestiary.launch.sweep_settings import SweepSettings
 
-    trials = sweep(experiment, "lr", tmp_path / "search", SweepSettings(trials=2, seeds_per_trial=1), executor=cluster)
+    trials = sweep(experiment, "lr", tmp_path / "sweep", SweepSettings(trials=2, seeds_per_trial=1), executor=cluster)
     assert [trial.state for trial in trials] == ["complete", "complete"]
     river = replace(preset("riverraid"), frames=400, evaluation=Evaluation(every=100, episodes=4))
     plan = study.StudyPlan(river, ["fuel:10"], [256], [1, 2], [0], 2)
@@ -288,7 +288,10 @@ def test_more_threads_than_any_node_has_are_refused(cluster, experiment, tmp_pat
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        (["--seeds", "2", "--executor", "here"], "--executor here should be local, ray, ray:auto or ray:HOST:PORT"),
+        (
+            ["--seeds", "2", "--executor", "nowhere"],
+            "--executor nowhere should be local, ray, ray:auto or ray:HOST:PORT",
+        ),
         (
             ["--seeds", "2", "--executor=ray:somewhere"],
             "--executor ray:somewhere should be local, ray, ray:auto or ray:HOST:PORT",

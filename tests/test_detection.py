@@ -708,10 +708,10 @@ def refused(tmp_path, capsys):
     def check(*words: str) -> str:
         capsys.readouterr()
         assert main(["detect", *words]) == 2
-        told = capsys.readouterr()
-        assert told.err.count("\n") == 1 and told.out == ""
+        printed = capsys.readouterr()
+        assert printed.err.count("\n") == 1 and printed.out == ""
         assert not list(tmp_path.rglob("detect.*"))
-        return told.err
+        return printed.err
 
     return check
 

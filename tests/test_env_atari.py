@@ -338,7 +338,7 @@ def test_games_can_start_without_no_ops():
 
 
 def test_fire_reset_serves_the_first_ball():
-    """Breakout waits for FIRE: without it nothing moves, with it the ball is lost soon."""
+    """Breakout waits for FIRE: without it the ball does not start, with it a life is lost soon."""
     for fire, ended in ((True, True), (False, False)):
         with closing(make(Atari("Breakout", fire_reset=fire))) as env_batch:
             assert roll_out(env_batch, torch.zeros(60, 1, dtype=torch.int64)).steps.is_terminal.any() == ended

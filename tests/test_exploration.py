@@ -151,10 +151,10 @@ def test_random_actions_are_uniform(epsilon, actions):
     n = 40_000
     q = torch.zeros(n, actions)
     q[:, 1] = 1.0
-    drawn = epsilon_greedy(q, torch.full((n,), epsilon), torch.Generator().manual_seed(2))
+    chosen = epsilon_greedy(q, torch.full((n,), epsilon), torch.Generator().manual_seed(2))
     for action in range(actions):
         p = epsilon / actions + (1 - epsilon) * (action == 1)
-        assert (drawn == action).double().mean().item() == pytest.approx(p, abs=5 * math.sqrt(p * (1 - p) / n))
+        assert (chosen == action).double().mean().item() == pytest.approx(p, abs=5 * math.sqrt(p * (1 - p) / n))
 
 
 def test_each_environment_has_its_own_epsilon():

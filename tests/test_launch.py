@@ -393,7 +393,7 @@ IMAGE = ["--image", "a:1", "--claim", "c"]
         (["slurm", "--gpus", "-1", "--", *TRAIN], "gpus=-1 must be at least 0"),
         (["slurm", "--time", "1h", "--", *TRAIN], "time='1h' is not a time"),
         (["slurm", "--time", "00:02:00", "--", *TRAIN], "too short"),
-        (["slurm", "--memory", "lots", "--", *TRAIN], "write it as 64G"),
+        (["slurm", "--memory", "much", "--", *TRAIN], "write it as 64G"),
         (["slurm", "--name", "my job", "--", *TRAIN], "name='my job' cannot be used"),
         (["slurm", "--partition", "a\n#SBATCH --wrap=x", "--", *TRAIN], "cannot be used"),
         (["slurm", "--output", "my file", "--", *TRAIN], "a path without spaces"),

@@ -174,15 +174,15 @@ def test_the_default_time_limit_is_a_thousand_steps(backend: str):
 def test_envpool_has_the_dynamics_of_gymnasium():
     """First episodes of 64 slots, always the same engine: mean scores and lengths agree within four standard errors."""
     for engine in (0, 1, 3):
-        played = []
+        scores_and_lengths = []
         for backend in ("gymnasium", "envpool"):
             _, ended = steps_of(LunarLander(backend=backend), torch.full((200, 64), engine))
             first = {e.slot: e for episodes in reversed(ended) for e in episodes}
-            played.append(np.array([(first[slot].score, first[slot].steps) for slot in range(64)]))
-        here, there = played
-        error = np.sqrt((here.var(0) + there.var(0)) / 64)
-        assert (np.abs(here.mean(0) - there.mean(0)) < 4 * error).all(), engine
-        assert (error < 0.07 * np.abs(here.mean(0))).all()  # small enough for the comparison to mean something
+            scores_and_lengths.append(np.array([(first[slot].score, first[slot].steps) for slot in range(64)]))
+        gym, envpool = scores_and_lengths
+        error = np.sqrt((gym.var(0) + envpool.var(0)) / 64)
+        assert (np.abs(gym.mean(0) - envpool.mean(0)) < 4 * error).all(), engine
+        assert (error < 0.07 * np.abs(gym.mean(0))).all()  # small enough for the comparison to mean something
 
 
 # -- seeds ------------------------------------------------------------------------------------------------------
@@ -320,13 +320,13 @@ def workers(env_batch: EnvBatch) -> list[multiprocessing.Process]:
 @pytest.mark.parametrize(("threads", "shares"), [(1, 1), (2, 2), (9, 5)])
 def test_environments_in_processes_give_the_same_rollout(threads: int, shares: int):
     action = random_actions(4, 120, 5)
-    here, ended = steps_of(LunarLander(), action)
+    local, ended = steps_of(LunarLander(), action)
     with closing(LunarLander(processes=True).make(5, SEED, TRAIN, threads)) as env_batch:
         shared = workers(env_batch)
         assert len(shared) == shares
-        there, ended_there = play(env_batch, action)
-    assert different_fields(here, there) == []
-    assert ended == ended_there
+        remote, remote_ended = play(env_batch, action)
+    assert different_fields(local, remote) == []
+    assert ended == remote_ended
     assert not any(process.is_alive() for process in shared)
 
 

@@ -346,10 +346,10 @@ def plain_sac(learner: SacLearner, t: Trajectory, alpha: float) -> tuple[Tensor,
             q1, q2 = (sequential(head, h[n]) for head in heads)
             critic.append(torch.stack([q1[action[n]] - y, q2[action[n]] - y]))
             pi = sequential(agent.policy, mine[n]).softmax(0)
-            judge = torch.minimum(q1, q2)
+            q_value = torch.minimum(q1, q2)
             if cfg.freeze_critic or not cfg.shared_encoder:
-                judge = judge.detach()
-            policy.append((pi * (alpha * pi.log() - judge)).sum())
+                q_value = q_value.detach()
+            policy.append((pi * (alpha * pi.log() - q_value)).sum())
             entropy.append(-(pi * pi.log()).sum().item())
     losses = []
     for errors in torch.stack(critic).T:  # each critic has its own TD errors

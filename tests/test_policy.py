@@ -79,7 +79,7 @@ def test_sample_uses_each_batch_entrys_own_policy():
 def test_sample_depends_on_its_generator_and_on_nothing_else():
     logits = torch.zeros(50, 9)
     first = sample(logits, torch.Generator().manual_seed(5))
-    torch.rand(3)  # the global stream moves on
+    torch.rand(3)  # advances the global random stream
     assert torch.equal(first, sample(logits, torch.Generator().manual_seed(5)))
     assert not torch.equal(first, sample(logits, torch.Generator().manual_seed(6)))
 

@@ -509,13 +509,13 @@ def test_the_trajectory_of_the_lowest_priority_is_evicted(shape):
     def steps_of(key: int) -> range:
         return range(key // STREAMS * cfg.stride, key // STREAMS * cfg.stride + cfg.item_steps)
 
-    def worth(block: int) -> float:
+    def total_priority(block: int) -> float:
         return sum(w for key, w in weight.items() if steps_of(key)[0] // UNROLL == block)
 
     for k in range(80):
         for block in (0, 1) if k == 0 else (k + 1,):  # a trajectory's last step begins the next block
             if len(blocks) == 10:  # 50 slots
-                lost = min((b for b in sorted(blocks) if b < block - -(-cfg.item_steps // UNROLL)), key=worth)
+                lost = min((b for b in sorted(blocks) if b < block - -(-cfg.item_steps // UNROLL)), key=total_priority)
                 blocks.remove(lost)
                 weight = {key: w for key, w in weight.items() if lost not in {r // UNROLL for r in steps_of(key)}}
             blocks.add(block)

@@ -397,8 +397,8 @@ class Chunk:
     def by_definition(self, t: int, b: int, trace_decay: float) -> float:
         """The weighted mean of all n-step returns up to the first non-greedy action (Watkins 1989).
 
-        G^n = r_t + gamma r_{t+1} + ... + gamma^n max_a Q(x_{t+n}, a), worth (1 - lambda) lambda^(n-1); the last one
-        there is takes what remains. After a true end its value is nothing.
+        G^n = r_t + gamma r_{t+1} + ... + gamma^n max_a Q(x_{t+n}, a)with weight (1 - lambda) lambda^(n-1); the last
+        one has the remaining weight. After a terminal step the value is 0.
         """
         T = len(self.value)
         step = self.step

@@ -36,7 +36,7 @@ QUICK += ["--evaluation.every", "200", "--evaluation.episodes", "4"]
 
 @pytest.fixture
 def fake_training(monkeypatch):
-    """Processes are real, but only write the files of a training run."""
+    """Start real processes that only write the files of a training run."""
     monkeypatch.setattr(executor, "command", lambda path: [sys.executable, fake_run.__file__, str(path)])
 
 
@@ -64,7 +64,7 @@ def is_unlocked(root: Path) -> bool:
     return True
 
 
-# -- which seeds --------------------------------------------------------------------------------------------
+# -- parsing seeds ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -121,9 +121,9 @@ def test_statistics_over_seeds_equal_those_computed_by_hand(fake_training, exper
     last = result["over_seeds"]["score"]["last"]
     assert last["n"] == 3
     assert last["mean"] == pytest.approx(sum(values) / 3, abs=1e-8)
-    # of three, the middle half is the middle one and a quarter of each other one
+    # the middle half of three values: the middle one and a quarter of each outer one
     assert last["iqm"] == pytest.approx((0.25 * values[0] + values[1] + 0.25 * values[2]) / 1.5, abs=1e-8)
-    # a resample of three is three times the lowest with a chance of 1/27, which is more than 2.5%
+    # the probability that a resample of three is three times the lowest is 1/27, more than 2.5%
     assert (last["ci95_low"], last["ci95_high"]) == pytest.approx((values[0], values[2]), abs=1e-8)
     assert json.loads((tmp_path / "seeds.json").read_text()) == result
     assert [row["score"]["best_frames"] for row in result["seeds"]] == [400] * 3
@@ -142,7 +142,8 @@ def test_one_seed_has_no_interval():
 def test_the_best_evaluation_need_not_be_the_last(experiment, tmp_path):
     (job,) = seeds.plan(experiment, [0], tmp_path)
     (job.path / "checkpoints" / "000000000400").mkdir(parents=True)
-    (job.path / "evaluations.csv").write_text("frames,score\n100,1\n200,7\n300,7\n400,3\n500,9")  # one is being written
+    # the last row is incomplete
+    (job.path / "evaluations.csv").write_text("frames,score\n100,1\n200,7\n300,7\n400,3\n500,9")
     (row,) = seeds.report([job], {})["seeds"]
     assert row["finished"] and row["score"] == {"last": 3.0, "best": 7.0, "best_frames": 300}
 
@@ -151,8 +152,8 @@ def test_progress_of_running_seeds_is_logged(fake_training, experiment, tmp_path
     monkeypatch.setenv(SECONDS_PER_EVALUATION, "0.2")
     messages: list[str] = []
     seeds.train_seeds(experiment, [25, 26], tmp_path, jobs=2, log=messages.append, progress_seconds=0.3)
-    where = [line for line in messages if "seed 26" in line and "of 400" in line]
-    assert where and any("evaluation 0." in line for line in where)
+    progress_lines = [line for line in messages if "seed 26" in line and "of 400" in line]
+    assert progress_lines and any("evaluation 0." in line for line in progress_lines)
 
 
 # -- resume and stop ---------------------------------------------------------------------------------------
@@ -180,19 +181,19 @@ def test_a_seed_that_fails_does_not_stop_the_others(fake_training, tmp_path, cap
     assert json.loads((tmp_path / "seeds.json").read_text())["over_seeds"]["score"]["last"]["n"] == 2
 
 
-def test_an_error_leaves_no_process_behind(fake_training, experiment, tmp_path, monkeypatch):
+def test_an_error_ends_all_processes(fake_training, experiment, tmp_path, monkeypatch):
     monkeypatch.setenv(SECONDS_PER_EVALUATION, "0.1")
     long = replace(experiment, frames=100_000)
 
-    def trip(working: list[seeds.SeedRun]) -> None:
-        raise RuntimeError("stumbled")
+    def fail(working: list[seeds.SeedRun]) -> None:
+        raise RuntimeError("callback failed")
 
-    with pytest.raises(RuntimeError, match="stumbled"):
+    with pytest.raises(RuntimeError, match="callback failed"):
         executor.run_all(
-            seeds.plan(long, [0, 1], tmp_path), 2, lambda ended: None, on_progress=trip, progress_seconds=0.5
+            seeds.plan(long, [0, 1], tmp_path), 2, lambda ended: None, on_progress=fail, progress_seconds=0.5
         )
     assert is_unlocked(tmp_path)
-    assert all(list((tmp_path / f"seed{s}" / "checkpoints").iterdir()) for s in (0, 1))  # and they saved
+    assert all(list((tmp_path / f"seed{s}" / "checkpoints").iterdir()) for s in (0, 1))  # they saved checkpoints
 
 
 def test_a_directory_in_use_is_refused(fake_training, experiment, tmp_path):
@@ -209,7 +210,8 @@ def test_a_signal_stops_every_seed_and_the_same_command_resumes(number, fake_tra
     def interrupt() -> None:
         while not all((tmp_path / f"seed{s}" / "metrics.csv").exists() for s in (3, 4)):
             time.sleep(0.02)
-        assert isinstance(getattr(signal.getsignal(number), "__self__", None), Signals)  # or it would end the tests
+        # otherwise the signal would end the tests
+        assert isinstance(getattr(signal.getsignal(number), "__self__", None), Signals)
         os.kill(os.getpid(), number)
 
     threading.Thread(target=interrupt, daemon=True).start()
@@ -217,9 +219,9 @@ def test_a_signal_stops_every_seed_and_the_same_command_resumes(number, fake_tra
     assert "(unfinished)" in capsys.readouterr().out
     assert json.loads((tmp_path / "seeds.json").read_text())["over_seeds"] == {}  # nothing to compare yet
     assert is_unlocked(tmp_path)
-    reached = [int(Run(tmp_path / f"seed{s}").find().name) for s in (3, 4)]
-    assert 0 < min(reached) <= max(reached) < 100_000
-    assert main([*args, str(max(reached) + 200)]) == 0
+    frames = [int(Run(tmp_path / f"seed{s}").find().name) for s in (3, 4)]
+    assert 0 < min(frames) <= max(frames) < 100_000
+    assert main([*args, str(max(frames) + 200)]) == 0
     rows = json.loads((tmp_path / "seeds.json").read_text())["seeds"]
     assert [row["finished"] for row in rows] == [True, True]
 
@@ -227,7 +229,7 @@ def test_a_signal_stops_every_seed_and_the_same_command_resumes(number, fake_tra
 def test_only_a_second_ctrl_c_interrupts_saving():
     stop = Signals()
     signal.raise_signal(signal.SIGTERM)
-    signal.raise_signal(signal.SIGTERM)  # a batch system that tells the program and its processes
+    signal.raise_signal(signal.SIGTERM)  # a batch system that signals the program and its processes
     assert stop() and stop.received == signal.SIGTERM
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
@@ -281,9 +283,9 @@ def trained(tmp_path_factory) -> Path:
         except UserError:
             assert time.monotonic() < deadline
             time.sleep(0.05)
-    reached = [int(Run(root / f"seed{s}").find().name) for s in (0, 1)]
-    assert main([*args, str(max(reached) + 200)]) == 0
-    for seed, at in enumerate(reached):
+    frames = [int(Run(root / f"seed{s}").find().name) for s in (0, 1)]
+    assert main([*args, str(max(frames) + 200)]) == 0
+    for seed, at in enumerate(frames):
         assert f"continues at {count(at)} frames" in (root / f"seed{seed}" / executor.OUTPUT).read_text()
     return root
 
@@ -302,12 +304,12 @@ def test_a_directory_of_seeds_is_evaluated_with_one_command(trained, capsys):
     (file,) = trained.glob("eval-*.json")
     assert file.name == "eval-best-1x6-seed0-greedy.json"
     result = json.loads(file.read_text())
-    own = [
+    means = [
         json.loads(next(trained.glob(f"seed{s}/eval-*.json")).read_text())["greedy"]["score"]["mean"] for s in (0, 1)
     ]
-    assert [row["greedy"]["score"] for row in result["seeds"]] == own
-    assert result["greedy"]["score"]["mean"] == pytest.approx(sum(own) / 2)
-    assert [result["greedy"]["score"][k] for k in ("ci95_low", "ci95_high")] == sorted(own)  # of two: both
+    assert [row["greedy"]["score"] for row in result["seeds"]] == means
+    assert result["greedy"]["score"]["mean"] == pytest.approx(sum(means) / 2)
+    assert [result["greedy"]["score"][k] for k in ("ci95_low", "ci95_high")] == sorted(means)  # of two: both
 
 
 def test_a_seed_without_a_checkpoint_is_left_out_and_named(trained, capsys, tmp_path):

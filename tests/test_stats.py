@@ -110,8 +110,8 @@ def test_every_entry_of_a_curve_gets_the_interval_it_would_get_alone():
 def test_one_group_is_the_plain_bootstrap():
     x = np.random.default_rng(7).normal(size=9)
     assert stratified_bootstrap([x], np.mean, 10_000) == bootstrap_interval(x)
-    drawn = x[np.random.default_rng(0).integers(0, 9, (10_000, 9))].mean(1)
-    assert bootstrap_interval(x) == tuple(np.quantile(drawn, [0.025, 0.975]))
+    resampled_means = x[np.random.default_rng(0).integers(0, 9, (10_000, 9))].mean(1)
+    assert bootstrap_interval(x) == tuple(np.quantile(resampled_means, [0.025, 0.975]))
 
 
 def test_a_summary_by_hand():

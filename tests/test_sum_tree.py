@@ -73,8 +73,8 @@ def test_the_tree_equals_a_list(operations, random):
         total = sum(naive)
         assert tree.total == total
         assert tree.leaves().tolist() == naive
-        asked = [random.randrange(capacity) for _ in range(10)]
-        assert tree.weights(np.array(asked)).tolist() == [naive[slot] for slot in asked]
+        slots = [random.randrange(capacity) for _ in range(10)]
+        assert tree.weights(np.array(slots)).tolist() == [naive[slot] for slot in slots]
         if total:
             borders = [point for point in np.cumsum([0.0, *naive]) if point < total]
             points = random.sample(borders, min(20, len(borders))) + [random.random() * total for _ in range(20)]

@@ -31,7 +31,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture
 def fake_training(monkeypatch):
-    """Processes are real, but only write the files of a training run."""
+    """Start real processes that only write the files of a training run."""
     pytest.importorskip("optuna")
     monkeypatch.setattr(executor, "command", lambda path: [sys.executable, fake_run.__file__, str(path)])
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -101,7 +101,10 @@ def test_a_space_is_the_same_in_toml_in_json_and_nested(experiment, tmp_path):
         ('"algo.optimizer.lr" = {choices = [1], low = 1}', "low cannot be used with them"),
         ('"algo.optimizer.lr" = {low = 0.1, high = 1, step = 3}', "step=3.0 must lie between 0 and 0.9"),
         ('"algo.optimizer.lr" = 3', "should have low and high, or choices, not 3"),
-        ('"algo.replay.batch-size" = {low = 0.5, high = 4}', "algo.replay.batch_size: low=0.5 is not a whole number"),
+        (
+            '"algo.replay.batch-size" = {low = 0.5, high = 4}',
+            "algo.replay.batch_size: low=0.5 is not a whole number",
+        ),
         ('"algo.replay.batch-size" = {choices = [4, true]}', "algo.replay.batch_size=True is not a whole number"),
         ('"algo.reward-clip" = {choices = ["abs"]}', "is not one of abs_one"),
         ('"algo.reward-clip" = {low = 1, high = 2}', "is not a number: give choices"),
@@ -196,9 +199,9 @@ def test_a_sweep_of_three_trials_is_continued_to_five(fake_training, tmp_path, c
     assert len(set(rates)) == 5 and all(1e-5 <= rate <= 1e-1 for rate in rates)
     experiment = read_train(["catch", "--frames", "400"]).experiment
     for row, rate in zip(table, rates, strict=True):
-        each = [final_score(experiment, rate, seed) for seed in (6, 7)]
-        assert [float(row[name]) for name in ("seed6", "seed7")] == pytest.approx(each, abs=1e-8)
-        assert float(row["score"]) == pytest.approx(sum(each) / 2, abs=1e-8)
+        seed_scores = [final_score(experiment, rate, seed) for seed in (6, 7)]
+        assert [float(row[name]) for name in ("seed6", "seed7")] == pytest.approx(seed_scores, abs=1e-8)
+        assert float(row["score"]) == pytest.approx(sum(seed_scores) / 2, abs=1e-8)
     best = max(table, key=lambda row: float(row["score"]))
     assert f"--algo.optimizer.lr {best['algo.optimizer.lr']}" in printed
     assert (root / "sweep.png").stat().st_size > 5_000
@@ -234,11 +237,11 @@ def test_a_trial_below_the_median_is_pruned(fake_training, experiment, tmp_path,
     monkeypatch.setenv(fake_run.SECONDS_PER_EVALUATION, "0.12")
     trials = sweep(experiment, LR, 8, tmp_path, jobs=2, seeds_per_trial=1, sampler="random")
     pruned = [trial for trial in trials if trial.state == "pruned"]
-    whole = [trial.value for trial in trials if trial.state == "complete"]
-    assert pruned and len(whole) >= 2
+    complete = [trial.value for trial in trials if trial.state == "complete"]
+    assert pruned and len(complete) >= 2
     assert any(not list((tmp_path / f"trial{t.number:04d}").glob("*/checkpoints/*400")) for t in pruned)
-    full = [final_score(experiment, t.values["algo.optimizer.lr"], 0) for t in pruned]
-    assert max(full) < max(whole)
+    final_scores = [final_score(experiment, t.values["algo.optimizer.lr"], 0) for t in pruned]
+    assert max(final_scores) < max(complete)
 
 
 def test_no_trial_is_pruned_without_prune(fake_training, experiment, tmp_path, monkeypatch):
@@ -258,7 +261,7 @@ def test_the_same_settings_are_not_tried_twice(fake_training, experiment, tmp_pa
 
 
 def test_a_trial_with_an_invalid_combination_fails_alone(fake_training, experiment, tmp_path):
-    # 64 trajectories wait at most for 32 environments, half as many for 16
+    # at most 64 trajectories are queued with 32 environments, 32 with 16
     space = {"algo.replay.batch_size": {"choices": [8, 60]}, "runtime.envs": {"choices": [16, 32]}}
     trials = sweep(experiment, space, 12, tmp_path, jobs=1, seeds_per_trial=1)
     failed = [trial for trial in trials if trial.state == "failed"]
@@ -294,7 +297,7 @@ def test_another_sweep_in_the_same_directory_is_refused(fake_training, experimen
     assert modification_times(tmp_path) == before
 
 
-def test_importances_are_estimated_from_ten_trials_on():
+def test_importances_need_at_least_ten_trials():
     optuna = pytest.importorskip("optuna")
     from bestiary.launch.sweep import importances
 
@@ -306,8 +309,8 @@ def test_importances_are_estimated_from_ten_trials_on():
             assert importances(study, space) == {}
         trial = study.ask(distributions)
         study.tell(trial, -((trial.params["matters"] - 0.3) ** 2))
-    shares = importances(study, space)
-    assert sum(shares.values()) == pytest.approx(1) and shares["matters"] > 0.6
+    importance = importances(study, space)
+    assert sum(importance.values()) == pytest.approx(1) and importance["matters"] > 0.6
 
 
 def test_a_sweep_with_real_training(tmp_path, capsys):
@@ -325,7 +328,7 @@ def test_a_sweep_with_real_training(tmp_path, capsys):
     assert float(row["score"]) == float(last["score"])
 
 
-def test_sweeps_in_the_documents_are_understood():
+def test_the_sweeps_in_the_documentation_are_parsed():
     found = []
     for page in (ROOT / "README.md", *ROOT.glob("docs/**/*.md")):
         text = page.read_text().replace("\\\n", " ")
@@ -337,7 +340,7 @@ def test_sweeps_in_the_documents_are_understood():
         read(words)
 
 
-def test_the_space_in_the_documents_is_valid():
+def test_the_space_in_the_documentation_is_valid():
     text = (ROOT / "docs" / "seeds-and-sweeps.md").read_text()
     (block,) = re.findall(r"```toml\n(.*?)```", text, re.S)
     assert len(read_space(tomllib.loads(block), preset("recall"))) == 5

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from bestiary.algos.exploration import CountBasedExploration, FixedExploration
 from bestiary.envs.batched import VectorEnvBatch
@@ -51,27 +52,16 @@ class CompiledActor:
         if self.version != actor.version:
             self.weights, self.version = self.program.load_weights(), actor.version
         B, A = self.env_batch.num_envs, self.env_batch.spec.num_actions
-        T, row = length + 1, actor.current
-        first_obs = row[0].obs.numpy()
+        T, (first_step, first_action, first_aux) = length + 1, actor.current
+        first_obs = first_step.obs.numpy()
         obs = np.empty((T, *first_obs.shape), first_obs.dtype)
         reward, action = np.zeros((T, B)), np.zeros((T, B), np.int64)
         terminated, truncated, first = np.zeros((3, T, B), bool)
         prev, output = np.zeros((T, B), np.int64), np.zeros((T, B, A), np.float32)
-        obs[0], action[0] = first_obs, row[1].numpy()
+        obs[0], action[0] = first_obs, first_action.numpy()
         if self.output_key:
-            output[0] = row[2][self.output_key].numpy()
-
-        # the random numbers that the ordinary loop would generate, step by step
-        epsilon = np.zeros(B, np.float32)
-        if actor.explorer is None:
-            noise = np.ones((length, 2, B), np.float32)
-        elif self.samples:
-            noise = torch.empty(length, B, A).exponential_(generator=actor.rng).numpy()
-        else:
-            noise = torch.rand(length, 2, B, generator=actor.rng).numpy()
-            epsilon[:] = actor.agent.epsilon  # type: ignore
-            if isinstance(actor.explorer, FixedExploration):
-                epsilon = np.maximum(epsilon, actor.explorer.values.numpy())
+            output[0] = first_aux[self.output_key].numpy()
+        noise, epsilon = self._random_numbers(length)
         memory = flatten_state(actor.state, B)
         before, flat, episodes = memory, obs.reshape(T, B, -1), []
         recorded, last = 1, NO_STEP  # steps before `recorded` are in the episode statistics
@@ -96,7 +86,7 @@ class CompiledActor:
             self.env_batch.record_without_resets(reward[recorded:], last)
 
         steps = TimeStep(*(torch.from_numpy(x) for x in (obs, prev, reward.astype(np.float32), first, terminated)))
-        for entries, first_entry in zip(steps, row[0], strict=True):
+        for entries, first_entry in zip(steps, first_step, strict=True):
             entries[0] = first_entry
         aux = {self.output_key: torch.from_numpy(output)} if self.output_key else {}
         actions = torch.from_numpy(action)
@@ -106,6 +96,21 @@ class CompiledActor:
         actor.state_before, actor.state = unflatten_state(before, start), unflatten_state(memory, start)
         version = torch.full((B,), actor.version)
         return Trajectory(steps, actions, aux, start, version), episodes
+
+    def _random_numbers(self, length: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """The random numbers that the ordinary loop would generate, step by step, and epsilon per environment."""
+        actor, B = self.actor, self.env_batch.num_envs
+        epsilon = np.zeros(B, np.float32)
+        if actor.explorer is None:
+            return np.ones((length, 2, B), np.float32), epsilon
+        if self.samples:
+            actions = self.env_batch.spec.num_actions
+            return torch.empty(length, B, actions).exponential_(generator=actor.rng).numpy(), epsilon
+        noise = torch.rand(length, 2, B, generator=actor.rng).numpy()
+        epsilon[:] = actor.agent.epsilon  # type: ignore
+        if isinstance(actor.explorer, FixedExploration):
+            epsilon = np.maximum(epsilon, actor.explorer.values.numpy())
+        return noise, epsilon
 
 
 def compiled_actor(actor: "Actor") -> CompiledActor | None:

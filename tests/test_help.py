@@ -190,3 +190,14 @@ def test_advanced_flags_are_listed_apart_and_still_parsed(capsys):
     assert algo < text.index("--algo.lr") < text.index("--seed") < apart < text.index("--algo.rare")
     assert parse(Toy, ["--algo.rare", "5"], "toy").algo.rare == 5
     assert typing.get_type_hints(Algo)["rare"] is int
+
+
+@pytest.mark.parametrize(
+    ("args", "listed_apart"), [(["r2d2-small"], False), (["udrl"], True), (["recall", "algo:r2d2"], False)]
+)
+def test_a_setting_is_advanced_only_for_the_chosen_algorithm(args, listed_apart, capsys):
+    with pytest.raises(SystemExit):
+        main(["train", *args, "--help"])
+    text = capsys.readouterr().out.split("\n\n", 1)[1]
+    apart = text.find("╭─ advanced algo options")
+    assert (0 < apart < text.index("--algo.burn-in")) == listed_apart

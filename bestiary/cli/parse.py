@@ -53,15 +53,16 @@ def hyphenated(cls: type) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<!^)(?=[A-Z][a-z])", "-", cls.__name__).lower()
 
 
-def settings(cls: type, prefix: str = "") -> Iterator[tuple[str, type, dataclasses.Field[Any]]]:
-    """(flag, dataclass, field) of every setting of a dataclass, over all choices of its unions."""
+def settings(cls: type, prefix: str = "", chosen: Any = None) -> Iterator[tuple[str, type, dataclasses.Field[Any]]]:
+    """(flag, dataclass, field) of every setting of a dataclass: of all parts of its unions, or of those in `chosen`."""
     hints = typing.get_type_hints(cls, include_extras=True)
     for field in dataclasses.fields(cls):
         dotted = prefix + field.name.replace("_", "-")
         nested = members(hints[field.name])
         inner = prefix if FLAT in getattr(hints[field.name], "__metadata__", ()) else f"{dotted}."
-        for part in nested:
-            yield from settings(part, inner)
+        part = None if chosen is None else getattr(chosen, field.name)
+        for option in nested if part is None else {type(part)} & set(nested):
+            yield from settings(option, inner, part)
         if not nested:
             yield f"--{dotted}", cls, field
 
@@ -78,8 +79,7 @@ def parse(cls: type[T], args: list[str], prog: str, default: Any = None) -> T:
     options: dict[str, Any] = {} if default is None else {"default": default}
     options |= {"prog": prog, "args": args, "config": OPTIONS, "return_unknown_args": True}
     if not {"-h", "--help"}.isdisjoint(args):
-        advanced = {flag for flag, _, field in settings(cls) if field.metadata.get("advanced")}
-        print_help(lambda: tyro.cli(cls, **options), advanced)  # exits
+        print_help(lambda: tyro.cli(cls, **options), advanced_flags(cls, args, options))  # exits
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             value, unknown = tyro.cli(cls, **options, console_outputs=False)
@@ -96,6 +96,15 @@ def parse(cls: type[T], args: list[str], prog: str, default: Any = None) -> T:
         hint = did_you_mean(word.split("=")[0], sorted(set(flags(cls))), f"see `{prog} --help`")
         raise UserError(f"there is no flag {word}: {hint}" if word.startswith("-") else f"what is {word!r}? {hint}")
     return value
+
+
+def advanced_flags(cls: type, args: list[str], options: dict[str, Any]) -> set[str]:
+    """The advanced flags of the parts that the arguments choose; of all parts if the arguments cannot be parsed."""
+    options = options | {"args": [word for word in args if word not in ("-h", "--help")]}
+    chosen = None
+    with contextlib.suppress(SystemExit, UserError), contextlib.redirect_stderr(io.StringIO()):
+        chosen, _ = tyro.cli(cls, **options, console_outputs=False)
+    return {flag for flag, _, field in settings(cls, chosen=chosen) if field.metadata.get("advanced")}
 
 
 def refuse_old_flags(cls: type, args: list[str]) -> None:

@@ -220,7 +220,7 @@ def test_the_loops_of_the_page_run(monkeypatch, tmp_path):
 
 
 def test_the_public_names_are_listed_and_typed():
-    assert set(bestiary.__all__) <= set(dir(bestiary))
+    assert dir(bestiary) == sorted(bestiary.__all__)
     assert all(getattr(bestiary, name) is not None for name in bestiary.__all__)
     assert {"load", "train", "iterate", "evaluate", "preset", "register", "Experiment", "Run", "video"} < set(
         bestiary.__all__

@@ -2,7 +2,6 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-CLUSTER_TESTS := tests/test_cluster.py tests/test_cluster_faults.py tests/test_cluster_jobs.py
 EXTRAS := atari,box2d,envpool,plot,ray,report,scaling,sweep,video,dev
 
 .PHONY: train test test-quick test-cluster test-learns setup check fmt bench clean
@@ -14,10 +13,11 @@ train: setup            ## train the default job, evaluate it, say where the res
 test: check test-quick test-cluster test-learns  ## lint, types and every test
 
 test-quick: setup       ## tests without a cluster; none trains for more than ten seconds
-	$(BIN)/python -m pytest -n auto --dist worksteal --durations=15 -m "not long" $(CLUSTER_TESTS:%=--ignore %)
+	$(BIN)/python -m pytest -n auto --dist worksteal --durations=15 -m "not long" --ignore tests/test_cluster.py --ignore tests/test_cluster_jobs.py
 
-test-cluster: setup     ## tests with Ray processes: two files at once, the tests of a file in order
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=5 $(CLUSTER_TESTS)
+test-cluster: setup     ## tests with Ray processes, one file after the other
+	$(BIN)/python -m pytest --durations=5 tests/test_cluster.py
+	$(BIN)/python -m pytest --durations=5 tests/test_cluster_jobs.py
 
 test-learns: setup      ## the learning tests that take more than ten seconds
 	$(BIN)/python -m pytest -n auto -m long --durations=0 tests

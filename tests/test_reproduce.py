@@ -46,14 +46,14 @@ def test_every_task_and_length_of_the_paper_is_planned():
 
 
 def test_a_second_call_trains_no_finished_run_again(short_lengths, tmp_path, capsys):
-    args = ["reproduce", "memory-rl/fig3", "--seeds", "2", "--cores", "ff", "--out", str(tmp_path)]
+    args = ["reproduce", "memory-rl/fig3", "--seeds", "2", "--cores", "ff", "delta-net", "--out", str(tmp_path)]
     assert main(args) == 0
     output = capsys.readouterr().out
-    assert "8 runs, 0 of them finished" in output and "8 of 8" in output
+    assert "16 runs, 0 of them finished" in output and "16 of 16" in output
     for kind in ("png", "svg", "csv"):
         assert (tmp_path / f"figure.{kind}").stat().st_size > 200
     table = read_csv(tmp_path / "figure.csv")
-    assert len(table) == 4 and {row["seeds"] for row in table} == {"2"}
+    assert len(table) == 8 and {row["seeds"] for row in table} == {"2"}
     row = next(r for r in table if (r["task"], r["memory"], r["length"]) == ("tmaze-passive", "ff", "3"))
     finals = [
         float(read_csv(tmp_path / f"tmaze-passive-3-ff-seed{s}" / "evaluations.csv")[-1]["score"]) for s in (0, 1)
@@ -63,7 +63,7 @@ def test_a_second_call_trains_no_finished_run_again(short_lengths, tmp_path, cap
 
     modified = {p: p.stat().st_mtime for p in tmp_path.glob("*/evaluations.csv")}
     assert main(args) == 0
-    assert "8 of them finished" in capsys.readouterr().out
+    assert "16 of them finished" in capsys.readouterr().out
     assert modified == {p: p.stat().st_mtime for p in tmp_path.glob("*/evaluations.csv")}
 
 
